@@ -218,6 +218,51 @@ def test_what_cannot_be_divided(config: str, values: dict[str, Any], ways: int, 
     assert [part for part in expected if part not in text] == [], text
 
 
+class Quantized(nn.Linear):
+    """As libraries pack the numbers of a layer."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.weight = nn.Parameter(torch.empty(inputs * outputs // 2, 1, dtype=torch.uint8), False)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    (Quantized, "gate_proj: Quantized packs its numbers into torch.uint8"),
+    (Scaled, "gate_proj: Scaled has a forward of its own"),
+])  # fmt: skip
+def test_layers_that_only_look_linear(kind: type[nn.Linear], expected: str) -> None:
+    model = causal("llama")
+    for layer in model.model.layers:
+        layer.mlp.gate_proj = kind(32, 40).to("meta")
+    text = message(model, 2)
+    assert expected in text and '"model.layers.*.mlp" = "replicate"' in text, text
+
+
+@pytest.mark.parametrize(("config", "path", "reason", "style"), [
+    ("modernbert", "model.layers.*.attn.Wqkv", "has query, key and value in its 96 outputs", "fused_qkv"),
+    ("modernbert", "model.layers.*.mlp.Wi", "has two layers in its 80 outputs", "packed_colwise"),
+    ("gpt_bigcode", "transformer.h.*.attn.c_attn", "has query, key and value", "fused_qkv"),
+    ("persimmon", "model.layers.*.self_attn.query_key_value", "has query", "interleaved_colwise"),
+])  # fmt: skip
+def test_plain_columns_of_packed_layers(config: str, path: str, reason: str, style: str) -> None:
+    more = {"multi_query": False, "n_embd": 32, "n_head": 4, "n_layer": 2} if config == "gpt_bigcode" else {}
+    with torch.device("meta"):
+        kind = (
+            transformers.AutoModelForMaskedLM if config == "modernbert" else transformers.AutoModelForCausalLM
+        )
+        model = kind.from_config(
+            transformers.AutoConfig.for_model(config, **{**SMALL, "pad_token_id": 0, **more})
+        )
+    end = {"Wqkv": "Wo", "Wi": "Wo", "c_attn": "c_proj", "query_key_value": "dense"}[path.rpartition(".")[2]]
+    text = message(model, 2, {path: "colwise", f"{path.rpartition('.')[0]}.{end}": "rowwise"})
+    assert f"{path}: {reason}" in text and f'"{path}" = "{style}"' in text, text
+
+
 def test_the_sequence_is_not_split_where_positions_may_be_mixed() -> None:
     with torch.device("meta"):
         own, plain = Own(), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))

@@ -36,7 +36,7 @@ BLOCKS = (
 )  # fmt: skip
 """Families of whose blocks the plan divides something."""
 VOCABULARY_ALONE = ("gpt_oss", "mamba2", "nemotron_h")
-DEFAULT = ("apertus", "gemma3", "lfm2", "modernbert", "qwen2_vl", "qwen3_next")
+DEFAULT = ("apertus", "lfm2", "modernbert", "qwen2_vl")
 
 
 def advised(text: str) -> dict[str, str]:

@@ -143,16 +143,19 @@ def _attempt(
         {name: STYLES[style_name] for name, style_name in style_names.items()},
         adapted=adapted_layers(model),
     )
+    problems += [
+        Problem(name, reason)
+        for name, style in found.styles.items()
+        if (reason := _indivisible(modules[name], style))
+    ]
+    told = {problem.path for problem in problems}
     for parent, names in _by_parent(
-        name for name, style in found.styles.items() if isinstance(style, Column)
+        name for name, style in found.styles.items() if isinstance(style, Column) and name not in told
     ).items():
         problems += _columns(found, style_names, modules, parent, names)
-    told = {problem.path for problem in problems}
+    told |= {problem.path for problem in problems}
     for name, style in found.styles.items():
         if name in told or _parent(name) in told:
-            continue
-        if reason := _indivisible(modules[name], style):
-            problems.append(Problem(name, reason))
             continue
         try:
             style.cuts(modules[name], ways)

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +146,8 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
     try:
         with torch.no_grad(), torch.device("meta"), trace, ExitStack() as stack:
             for each in experts:  # which tokens they get follows from numbers
-                stack.enter_context(patch.object(each, "forward", _first))
+                stack.callback(vars(each).update if "forward" in vars(each) else vars(each).pop, *_kept(each))
+                each.forward = _first
             functional_call(model, numbers, (), given)
     except Exception:  # whatever a forward does that needs numbers
         return None
@@ -155,6 +155,12 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
         for hook in hooks:
             hook.remove()
     return trace
+
+
+def _kept(module: nn.Module) -> tuple[Any, ...]:
+    """What gives `vars(module)` its own forward back, or takes away another."""
+    own = vars(module).get("forward")
+    return ({"forward": own},) if own is not None else ("forward",)
 
 
 def _first(*given: Any, **named: Any) -> Any:
