@@ -355,6 +355,7 @@ def divide_again(
 
     Raises ModelError where buckets cannot be made again. The ranks have changed it in the same way."""
     give_shapes(module, mesh)
+    _refuse_tables(module, config, mesh)
     parameters, told = dict(module.named_parameters(remove_duplicate=False)), roster.changes(module)
     reason = ""
     memory = config.memory

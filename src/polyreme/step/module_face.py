@@ -12,18 +12,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.watch import collective
-from polyreme.errors import BatchError, ModelError, named, warn
-from polyreme.models.tensor_access import entries
+from polyreme.errors import BatchError, ModelError, warn
+from polyreme.step import whole_tensors
+from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.grad_mode import with_gradients
-from polyreme.step.parameter_numbers import ParameterNumbers
 from polyreme.step.training import Training
 
+CLIP = "set optimizer.clip in the config, or call engine.gradients().clip_(max_norm) before engine.step()"
 SETTABLE = {"module", "on_gradients"}
 DEVICE = "the engine has put the model on engine.mesh.device, and moves it itself: leave it out"
 DTYPE = 'say it in the config: precision.compute = "bf16", "fp16" or "fp32"; batches are cast by the engine'
@@ -40,13 +39,24 @@ WAYS = {
     "share_memory": "an engine is spread over its ranks: engine.state_dict() has its weights",
     "compile": "compile = true in the config compiles the model's blocks",
 }
+WAYS |= {
+    "register_comm_hook": "the engine communicates by its config (zero, precision.reduce): leave it out",
+    "model": "the model is engine.module",
+    **dict.fromkeys(("clip_grad_norm_", "clip_grad_value_"), CLIP),
+    **dict.fromkeys(
+        ("save_checkpoint", "save_pretrained"), "engine.save(path) writes a Hugging Face directory"
+    ),
+    "load_checkpoint": "engine.load(path) goes on from a checkpoint",
+}
 """What to do in place of what a module or a wrapper of one has, and an engine has not."""
 INSTEAD = {
     "lr": 'set it on each group, `for group in engine.optimizer.param_groups: group["lr"] = ...`, or give '
     "[lr_schedule] in the config or initialize(lr_scheduler=...)",
     "loss_fn": "give it to initialize(loss_fn=...)",
     "optimizer": "give it to initialize(optimizer=...); its options are engine.optimizer.param_groups",
-    "lr_scheduler": "give it to initialize(lr_scheduler=...)",
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "give it to initialize(lr_scheduler=...)"),
+    **dict.fromkeys(("clip", "max_grad_norm"), CLIP),
+    "model": "set engine.module",
     "config": "give initialize() another config",
     "training": "call engine.train() or engine.eval()",
 }
@@ -63,8 +73,8 @@ class ModuleFace:
 
     module: nn.Module
     mesh: Mesh
-    numbers: Callable[[nn.Parameter], ParameterNumbers]
     _training: Training
+    _checkpoints: Checkpoints
     _parameter_count: int
     _take_in_writes: Callable[[], None]
 
@@ -141,30 +151,26 @@ class ModuleFace:
         In the compute dtype, or with `master` the optimizer's full-precision copy. With `rank0_only` others
         get {}."""
         self._take_in_writes()
-        found: dict[str, Tensor] = {}
-        for names, tensor in self._tensors(master):
-            if self.mesh.rank == 0 or not rank0_only:
-                found |= dict.fromkeys(names, tensor.detach().clone())
-        return found
+        return whole_tensors.state_dict(self._training.contents, rank0_only, master)
 
     @collective
     @with_gradients
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> whole_tensors.Keys:
         """Set weights and buffers to whole tensors under the model's own names, as `state_dict` gives them,
-        at every layout. Every rank must call, and of what ranks of one stage give the first one's counts.
-        Optimizer states stay. Returns the names that are missing, and those that the model does not have.
+        at every layout. Every rank must call; what rank 0 gives counts, and others may give {}. Of tied
+        names one is enough. Optimizer states stay. Returns the names that are missing, and those that the
+        model does not have.
 
-        Raises ModelError where, with `strict`, there are any, or for another shape; nothing has changed
-        then."""
+        Raises ModelError on every rank where, with `strict`, there are any, or for another shape; nothing has
+        changed then."""
         self._refuse_within_step("load_state_dict")
         self._training.roster.check(self.module)
+        self._training.sleep.refuse()
         self._take_in_writes()
-        return _load_whole(self._training, self.numbers, self.mesh, state_dict, strict)
-
-    def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
-        """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""
-        yield from self._training.placement.tensors(master)
-        yield from self._training.placement.buffers(self.module)
+        self._checkpoints.taken()
+        found = whole_tensors.load_state_dict(self._training.contents, state_dict, strict)
+        self._training.note()
+        return found
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
         """(calls, bytes sent by this rank) since the start, by mesh axis and operation."""
@@ -194,8 +200,13 @@ class ModuleFace:
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_") and name not in SETTABLE:
+            way = "what is your own, keep in a variable"
+            if hasattr(type(self), name):
+                way = "the engine's own methods and properties cannot be replaced"
+            elif hasattr(self.module, name):
+                way = f"write engine.module.{name} = ..."
             raise NoAttributeError(
-                f"engine.{name} = ... would have no effect: {INSTEAD.get(name, 'keep it in a variable')}",
+                f"engine.{name} = ... would have no effect: {INSTEAD.get(name, way)}",
                 name=name, obj=self,
             )  # fmt: skip
         super().__setattr__(name, value)
@@ -216,45 +227,3 @@ _OTHER_OPTIMIZER = (
     "model's parameters and give it to initialize(optimizer=...), or a function that makes one, and call "
     "engine.step(); engine.optimizer is the one that updates"
 )
-
-
-def _load_whole(
-    training: Training,
-    numbers: Callable[[nn.Parameter], ParameterNumbers],
-    mesh: Mesh,
-    state: Mapping[str, Tensor],
-    strict: bool,
-) -> _IncompatibleKeys:
-    """Set weights and persistent buffers to the whole tensors of `state`, whose names are the module's.
-    `numbers` gives those of one parameter. All ranks must call. Raises ModelError on every rank, and nothing
-    has changed then."""
-    module = training.contents.module
-    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-    buffers = {name: tensors[name] for name in entries(module) if not isinstance(tensors[name], nn.Parameter)}
-    parameters = {name: p for name, p in tensors.items() if isinstance(p, nn.Parameter)}
-    shardings = training.placement.division.shardings
-    here = [name for name in (*parameters, *buffers) if training.placement.division.computes(name)]
-    known = {name for each in mesh.gather_objects(here) for name in each}
-    missing, others = sorted(known - state.keys()), sorted(state.keys() - known)
-    faults = [f"{named(missing)} missing"] if missing and strict else []
-    faults += [f"{named(others)} not of this model"] if others and strict else []
-    for name in here if not faults else ():
-        shape = tuple(shardings[name].cut.shape) if name in parameters else tuple(tensors[name].shape)
-        if name in state and tuple(state[name].shape) != shape:
-            faults.append(f"{name} is of shape {list(state[name].shape)}, not {list(shape)}")
-    told = [(rank, fault) for rank, fault in enumerate(mesh.gather_objects(faults[:3])) if fault]
-    if told:
-        raise ModelError(
-            f"load_state_dict: on rank {told[0][0]} {'; '.join(told[0][1])}. Whole tensors are loaded, by "
-            "the module's names, as engine.state_dict() gives them; strict=False leaves out the others"
-        )
-    done = set[int]()
-    for name in here:
-        if name in parameters and name in state and id(parameters[name]) not in done:
-            done.add(id(parameters[name]))
-            numbers(parameters[name]).set_whole("master", state[name])
-        elif name in buffers and name in state:
-            with torch.no_grad():
-                buffers[name].copy_(state[name])
-    training.note()
-    return _IncompatibleKeys(missing, others)

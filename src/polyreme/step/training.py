@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from polyreme.config import Config
 from polyreme.distributed.agreement import same_model
 from polyreme.distributed.mesh import Mesh
-from polyreme.errors import BatchError, ModelError
+from polyreme.errors import BatchError
 from polyreme.models.buffers import Buffers
 from polyreme.optim.groups import Recipe, recipe, refuse_foreign
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.optim.options import Options
 from polyreme.pipeline.rank import PipelineRank
-from polyreme.step import given_gradients, grad_scaler
+from polyreme.step import given_gradients, grad_scaler, other_optimizers
 from polyreme.step.accumulation import each_time
 from polyreme.step.engine_state import EngineContents
 from polyreme.step.loss import Objective
@@ -103,8 +103,7 @@ class Training:
         self._view: OptimizerView | None = None
         self._refusals = []
         if led is not None:
-            self._refusals.append(led.register_step_pre_hook(_refuse_step))
-            self._refusals.append(led.register_load_state_dict_pre_hook(_refuse_states))
+            self._refusals += other_optimizers.refuse_calls(led)
             grad_scaler.refuse_for(led)
 
     def _states(self, config: Config, mesh: Mesh) -> GradientStates | None:
@@ -202,18 +201,3 @@ _REGROUPED = (
     "the groups of the optimizer were changed in the middle of a step: call add_param_group after step(), "
     "before the next backward. engine.zero_grad() drops the gradients of this step, which may begin again"
 )
-
-
-def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
-    raise ModelError(
-        f"{type(optimizer).__name__}.step() of an optimizer that was given to an engine, whose shards have "
-        "optimizers of their own: call engine.step(), or engine.optimizer.step()"
-    )
-
-
-def _refuse_states(optimizer: Optimizer, *_: Any) -> None:
-    raise ModelError(
-        f"{type(optimizer).__name__}.load_state_dict() of an optimizer that was given to an engine, whose "
-        "shards have the states: engine.save(path) writes and engine.load(path) reads them, "
-        "engine.numbers(parameter).set_whole(name, tensor) sets one"
-    )

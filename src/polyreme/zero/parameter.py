@@ -92,6 +92,11 @@ def is_pending(parameter: Tensor) -> bool:
     return owner is not None and owner.begun
 
 
+def is_trained(parameter: Tensor) -> bool:
+    """Whether an engine that is there trains it."""
+    return type(parameter) not in (nn.Parameter, Tensor) and _OWNERS.get(parameter, _nobody)() is not None
+
+
 class TrainedParameter(nn.Parameter):
     """The class of a parameter whose gradients an engine takes."""
 
@@ -204,7 +209,8 @@ def refuse_owned(module: nn.Module) -> None:
     if parts := [name for name, parameter in parameters.items() if parameter in _SHARDS]:
         raise ModelError(
             f"{parts[0]} was divided by an engine that is closed, so that its numbers are not whole here: "
-            "build the model anew, and load what engine.save wrote"
+            "build the model anew, and load what engine.save wrote. Without mesh.tp and mesh.pp, "
+            "engine.close(gather=True) leaves it whole"
         )
     if any(_ENGINES.get(p, _nobody)() is not None for p in parameters.values()):
         gc.collect()  # it may be gone, but for cycles
@@ -212,7 +218,7 @@ def refuse_owned(module: nn.Module) -> None:
         if _ENGINES.get(parameter, _nobody)() is not None:
             raise ModelError(
                 f"{name} belongs to another engine, which holds its numbers: "
-                "call close() of that one first (at a second initialize of a notebook: engine.close()), "
+                "call engine.close(gather=True) of that one first (as where a notebook's cell runs again), "
                 "give this one a model of its own (copy.deepcopy inside the "
                 "other's full_parameters()), or train what both "
                 "share in one engine, with the sum of the losses"

@@ -1,0 +1,61 @@
+"""Calls of optimizers that a script made of parameters which an engine trains, and that would do nothing.
+
+Invariant: an optimizer of no such parameter steps as without us, and an engine's own are not looked into.
+No communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from polyreme.errors import ModelError
+from polyreme.zero.parameter import NAMES, is_trained
+
+
+def refuse_calls(given: Optimizer) -> list[RemovableHandle]:
+    """Have `step` and `load_state_dict` of an optimizer that was given to an engine raise ModelError until
+    what this returns is removed."""
+    return [
+        given.register_step_pre_hook(_refuse_given),
+        given.register_load_state_dict_pre_hook(_refuse_states),
+    ]
+
+
+def _refuse_given(optimizer: Optimizer, *_: Any) -> None:
+    raise ModelError(
+        f"{type(optimizer).__name__}.step() of an optimizer that was given to an engine, whose shards have "
+        "optimizers of their own: call engine.step(), or engine.optimizer.step()"
+    )
+
+
+def _refuse_states(optimizer: Optimizer, *_: Any) -> None:
+    raise ModelError(
+        f"{type(optimizer).__name__}.load_state_dict() of an optimizer that was given to an engine, whose "
+        "shards have the states: engine.save(path) writes and engine.load(path) reads them, "
+        "engine.numbers(parameter).set_whole(name, tensor) sets one"
+    )
+
+
+def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
+    """Raise ModelError for a step over an engine's parameters of an optimizer that is none of an engine's and
+    was given to none."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    if getattr(optimizer, "is_of_engine", False) or _refuse_given in hooks.values():
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if is_trained(parameter):
+                kind = type(optimizer).__name__
+                raise ModelError(
+                    f"{kind}.step() over {NAMES.get(parameter, 'a parameter')}, which an engine trains: its "
+                    "gradients and updates are the engine's. engine.train_step makes the step itself, and so "
+                    f"does engine.step() after backward. To train by this {kind}, make it of "
+                    "model.parameters() before, and give it: initialize(model, config, optimizer=...)"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_others)
+# once for the process: by engine, hooks would come and go while another thread steps
