@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def recognise(
     trace = _traced(model, modules, wanted)
     found: dict[str, str] = {}
     if trace is None:
-        return found
+        return {}
     for name in wanted:
         found |= _styles(name, modules, trace, counts.get(name))
     return found
@@ -130,9 +130,10 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
     given = {name: each.to("meta") for name, each in inputs.items()} | training_arguments(model)
     trace, hooks = _Trace(), []
     for name in names:
-        for path in (name, *(f"{name}.{child}" for child, _ in modules[name].named_children())):
-            hooks.append(modules[path].register_forward_pre_hook(functools.partial(trace.enter, path)))
-            hooks.append(modules[path].register_forward_hook(functools.partial(trace.leave, path)))
+        for each in (name, *(f"{name}.{child}" for child, _ in modules[name].named_children())):
+            hooks.append(modules[each].register_forward_pre_hook(functools.partial(trace.enter, each)))
+            hooks.append(modules[each].register_forward_hook(functools.partial(trace.leave, each)))
+    # which tokens experts get follows from numbers
     experts = [
         each
         for path, each in modules.items()
@@ -144,10 +145,7 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
     ]
     numbers = {name: each.to("meta") for name, each in (*model.named_parameters(), *model.named_buffers())}
     try:
-        with torch.no_grad(), torch.device("meta"), trace, ExitStack() as stack:
-            for each in experts:  # which tokens they get follows from numbers
-                stack.callback(vars(each).update if "forward" in vars(each) else vars(each).pop, *_kept(each))
-                each.forward = _first
+        with torch.no_grad(), torch.device("meta"), trace, _passing_on(experts):
             functional_call(model, numbers, (), given)
     except Exception:  # whatever a forward does that needs numbers
         return None
@@ -157,10 +155,19 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
     return trace
 
 
-def _kept(module: nn.Module) -> tuple[Any, ...]:
-    """What gives `vars(module)` its own forward back, or takes away another."""
-    own = vars(module).get("forward")
-    return ({"forward": own},) if own is not None else ("forward",)
+@contextmanager
+def _passing_on(modules: list[nn.Module]) -> Iterator[None]:
+    """Meanwhile `modules` return what they get."""
+    own = [(module, vars(module).get("forward")) for module in modules]
+    for module in modules:
+        module.forward = _first
+    try:
+        yield
+    finally:
+        for module, forward in own:
+            del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 def _first(*given: Any, **named: Any) -> Any:
