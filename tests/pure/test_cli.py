@@ -459,7 +459,8 @@ def test_inspect_tells_what_each_rank_has_in_memory(
     assert rows[2].split() == " ".join(columns).split()
     assert not (tmp_path / "no").exists()
     told = json.loads(polyreme(*divided, "--json")[1])["memory"]
-    assert sum(part["parameters"] for part in told) == numbers and all(part["memory"]["parameters_files"] for part in told)
+    assert sum(part["parameters"] for part in told) == numbers
+    assert all(part["memory"]["parameters_files"] for part in told)
 
 
 @pytest.mark.parametrize(
