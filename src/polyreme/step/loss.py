@@ -64,7 +64,7 @@ class Objective:
             )
         self._loss_fn, self.cast = loss_fn, cast
         # that losses are means over what they are taken for
-        self._checked = not is_split or share is not None or not tells
+        self._checked = not is_split or share is not None
         self.follow(model)
 
     @property
@@ -128,7 +128,8 @@ class Objective:
             if not self._checked and torch.is_grad_enabled():
                 self._checked = True
                 if _classes(self._loss_fn, given[1]) is None:
-                    _warn_of_no_mean(self._loss_fn, *given, loss)
+                    if (seen := _no_mean(self._loss_fn, *given, loss)) and self._tells:
+                        warn(seen, every=True)
         return self.sum_of(loss, float(self.weight(batch) if weight is None else weight), output)
 
     def check_own(self, loss: Any, weight: float) -> None:
@@ -137,7 +138,7 @@ class Objective:
         if self._checked or not weight or not torch.is_grad_enabled() or not isinstance(loss, Tensor):
             return
         self._checked = True
-        if (seen := doubt(loss, weight)) is not None:
+        if (seen := doubt(loss, weight)) is not None and self._tells:
             warn(
                 f"the loss of {type(self.model).__name__} is made of {seen}, "
                 f"and it is weighted as a mean over {weight:g} labels or "
@@ -226,16 +227,16 @@ def _classes(loss_fn: Any, target: Any) -> float | None:
     return counted.numel() if weights is None else float(weights.double().to(counted.device)[counted].sum())
 
 
-def _warn_of_no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> None:
-    """Compare, once, the loss of a micro-batch with the mean of those of its halves, and warn where it is no
-    mean over samples."""
+def _no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> str:
+    """Compare, once, the loss of a micro-batch with the mean of those of its halves, and say where it is no
+    mean over samples. On all ranks, between which a loss_fn may communicate."""
     sizes = leading_sizes((output, target))
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not tensors_in(output):  # none to halve
-        return
+        return ""
     if len(sizes) != 1 or (samples := sizes.pop()) < 2:
-        return
+        return ""
     state, half = torch.get_rng_state(), samples // 2
-    total = 0.0
+    total, seen = 0.0, ""
     # a loss_fn that takes no fewer samples tells nothing
     with torch.no_grad(), contextlib.suppress(Exception):
         for rows in (slice(half), slice(half, None)):
@@ -244,15 +245,15 @@ def _warn_of_no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> No
         # sums near 0 have few digits left
         rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(abs(whole), abs(mean)) + 1e-6
         if abs(whole - mean) > rounding and math.isfinite(whole) and math.isfinite(mean):
-            warn(
+            seen = (
                 f"the loss of a micro-batch of {samples} samples is {whole:g}, "
                 f"but the mean over its halves {mean:g}: loss_fn returns no "
                 "mean over samples, as which the engine weights it. Return "
                 "(sum of losses, weight); with class weights or masks, "
-                "weight is their sum. A loss that compares samples with each other depends on batch.micro",
-                every=True,
+                "weight is their sum. A loss that compares samples with each other depends on batch.micro"
             )
     torch.set_rng_state(state)
+    return seen
 
 
 def _rows(value: Any, rows: slice) -> Any:

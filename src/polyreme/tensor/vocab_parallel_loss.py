@@ -274,6 +274,7 @@ LOCAL: dict[Any, Callable[..., Any]] = {
             "requires_grad",
             "grad_fn",
             "is_leaf",
+            "is_nested",
             "ndim",
             "is_cuda",
             "is_cpu",
