@@ -25,17 +25,17 @@ STEPS, SAMPLES, IMAGE, TOLERANCE = 3, 3, 5, 1e-10
 
 IMAGES = {"gemma3": 4, "llava": 16, "qwen2_5_vl": 4, "qwen2_vl": 4}
 """Families that are given images, too: how many tokens each has."""
-UNDECLARED = ("codegen", "distilbert", "gpt_bigcode", "modernbert", "mpt", "persimmon")
+UNDECLARED = ("distilbert", "gpt_bigcode", "modernbert", "mpt", "persimmon")
 """Families that declare no plan."""
 BLOCKS = (
-    *UNDECLARED, "afmoe", "apertus", "aria_text", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "falcon_h1",
+    *UNDECLARED, "afmoe", "apertus", "aria_text", "cohere2_moe", "ernie4_5_moe", "exaone_moe",
     "flex_olmo", "gemma3", "gemma3n_text", "gemma4_text", "glm4_moe", "granitemoe", "granitemoeshared",
-    "hy_v3", "internvl", "jamba", "lfm2", "llama4_text", "llava", "minimax_m2", "mixtral", "olmo_hybrid",
-    "olmoe", "phimoe", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
-    "qwen3_vl_text", "smollm3_moe", "solar_open", "voxtral", "idefics3", "smolvlm", "paligemma",
+    "hy_v3", "internvl", "jamba", "lfm2", "llama4_text", "llava", "minimax_m2", "mixtral", "nemotron_h",
+    "olmo_hybrid", "olmoe", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3_5_moe_text", "qwen3_moe",
+    "qwen3_next", "qwen3_vl_text", "solar_open", "voxtral", "idefics3", "smolvlm", "paligemma",
 )  # fmt: skip
 """Families of whose blocks the plan divides something."""
-VOCABULARY_ALONE = ("gpt_oss", "mamba2", "nemotron_h")
+VOCABULARY_ALONE = ("gpt_oss",)
 DEFAULT = ("apertus", "lfm2", "modernbert", "qwen2_vl")
 
 

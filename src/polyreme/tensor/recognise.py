@@ -52,6 +52,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.inside: list[str] = []
+        self.given: dict[str, set[int]] = defaultdict(set)
         self.operations: dict[str, set[tuple[str, int]]] = defaultdict(set)
         self.calls: dict[str, list[str]] = defaultdict(list)
         self.outputs: dict[int, tuple[str, Tensor]] = {}
@@ -72,9 +73,11 @@ class _Trace(TorchDispatchMode):
                 self.reads[layer].add(_places(each, whole.shape[-1]))
         return out
 
-    def enter(self, name: str, *_: Any) -> None:
+    def enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Called before a module's forward."""
         self.inside.append(name)
+        more = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim() > 2]
+        self.given[name] |= {each.shape[-3] for each in more}
 
     def leave(self, name: str, module: nn.Module, _: Any, out: Any) -> None:
         """Called after it."""
@@ -131,7 +134,11 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
     trace, hooks = _Trace(), []
     for name in names:
         for each in (name, *(f"{name}.{child}" for child, _ in modules[name].named_children())):
-            hooks.append(modules[each].register_forward_pre_hook(functools.partial(trace.enter, each)))
+            hooks.append(
+                modules[each].register_forward_pre_hook(
+                    functools.partial(trace.enter, each), with_kwargs=True
+                )
+            )
             hooks.append(modules[each].register_forward_hook(functools.partial(trace.leave, each)))
     # which tokens experts get follows from numbers
     experts = [
@@ -201,6 +208,7 @@ def _styles(
         if (
             inside != count * size
             or not whole
+            or count in trace.given[name]  # something for each head, as ALiBi's slopes
             or not all(
                 operation in BY_HEAD or (operation in WITHIN_HEAD and last in (size, 1))
                 for operation, last in operations
