@@ -23,7 +23,8 @@ engine = polyreme.initialize(
 rank, ranks = engine.mesh.dp.rank, engine.mesh.dp.size
 sampler = DistributedSampler(train, num_replicas=ranks, rank=rank)
 loader = DataLoader(train, batch_size=32 // ranks, sampler=sampler)
-signal.signal(signal.SIGTERM, lambda *_: engine.ask_to_stop())
+for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and what a scheduler sends
+    signal.signal(number, lambda *_: engine.ask_to_stop())
 
 last, best, stopped = Path("run/from_ddp/last"), float("inf"), False
 if last.exists():

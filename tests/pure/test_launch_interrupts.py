@@ -109,7 +109,7 @@ def test_a_signal_in_a_slow_step_is_acknowledged_at_once(
         assert busy.stdout is not None and busy.stderr is not None and busy.stdout.readline() == "ready\n"
         busy.send_signal(first)
         again = "again" if first == signal.SIGINT else "Ctrl-C"
-        said = f"{first.name}: stopping after this step, which is saved; {again} to end at once\n"
+        said = f"{first.name}: ending after the step under way, which is saved; {again} to end at once\n"
         assert busy.stderr.readline() == said
         if second == signal.SIGTERM != first:  # the first of its kind, which ends nothing: the next one does
             busy.send_signal(signal.SIGTERM)

@@ -199,7 +199,7 @@ def test_ctrl_c_saves_and_says_how_the_run_goes_on(job: Path, ranks: int) -> Non
         status, output, errors = ended(command, lambda: at)
     assert status == 130
     errors = errors.partition("\n")[2]  # the first line says what is done
-    assert errors == "SIGINT: stopping after this step, which is saved; again to end at once\n", errors
+    assert errors == "SIGINT: ending after the step under way, which is saved; again to end at once\n", errors
     [last] = [path.name for path in (job / "run").glob("step-*")]
     assert f"stopped by SIGINT after step {last[5:]}; the same command goes on from run/{last}\n" in output
     assert output.endswith(f"polyreme train {' '.join(words)}\n") and "Traceback" not in output

@@ -401,6 +401,13 @@ def refused(rank: int, world: int) -> list[str]:
     return [*found, str(caught.value)]
 
 
+def test_a_batch_that_a_model_without_loss_fn_does_not_take_names_loss_fn() -> None:
+    x, y = data()
+    engine = polyreme.initialize(net(), {"batch": {"size": 8}, "precision": {"compute": "fp64"}})
+    with engine, pytest.raises(BatchError, match=r"initialize\(loss_fn=...\)"):
+        engine.train_step((x, y))
+
+
 def test_losses_that_are_no_mean_are_refused() -> None:
     [found] = threads.run(1, refused)
     for words, message in zip(

@@ -299,14 +299,14 @@ def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem
 ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
     **dict.fromkeys(
-        ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val"),
-        "optimizer.clip",
+        ("max_norm", "max_grad_norm", "clip_grad_norm", "grad_clip", "gradient_clipping"), "optimizer.clip"
     ),
     **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), "batch.size"),
     **dict.fromkeys(
         ("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "batch.micro"
     ),
     **dict.fromkeys(("warmup_steps", "warmup_ratio", "num_warmup_steps"), "lr_schedule.warmup"),
+    "gradient_clip_val": "optimizer.clip",
     "optimizer.type": "optimizer.name",
     "lr_schedule.type": "lr_schedule.name",
     **dict.fromkeys(("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype"), "precision.compute"),

@@ -67,7 +67,8 @@ class Wishes:
 def acknowledge(number: int) -> None:
     """Say at once, on stderr, that a wish was heard."""
     again = "again" if number == signal.SIGINT else "Ctrl-C"
-    text = f"{signal.Signals(number).name}: stopping after this step, which is saved; {again} to end at once"
+    name = signal.Signals(number).name
+    text = f"{name}: ending after the step under way, which is saved; {again} to end at once"
     _tell(f"\n{text}\n\n" if os.isatty(2) else f"{text}\n")  # lines that a bar, drawn anew, does not erase
 
 

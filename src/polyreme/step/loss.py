@@ -8,6 +8,7 @@ otherwise the number of samples."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -90,7 +91,17 @@ class Objective:
 
     def output(self, batch: Any) -> Any:
         """What the model returns for a micro-batch."""
-        return self.model(*self.cast(self._positional(batch)), **self.cast_keywords(self._keywords(batch)))
+        args, kwargs = self.cast(self._positional(batch)), self.cast_keywords(self._keywords(batch))
+        try:
+            return self.model(*args, **kwargs)
+        except TypeError as error:
+            if self._loss_fn is not None or _takes(self.model, args, kwargs):
+                raise
+            raise BatchError(
+                f"{type(self.model).__name__} cannot be called with the batch: {error}. Without a loss_fn "
+                "the model gets all of it, and returns its loss: give initialize(loss_fn=...), which gets "
+                "the model's output and the target"
+            ) from error
 
     def cast_keywords(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments as the model gets them: all cast but `labels`, which only its loss reads,
@@ -127,9 +138,9 @@ class Objective:
                 loss = loss[0] / loss[1]
             if not self._checked and torch.is_grad_enabled():
                 self._checked = True
-                if _classes(self._loss_fn, given[1]) is None:
-                    if (seen := _no_mean(self._loss_fn, *given, loss)) and self._tells:
-                        warn(seen, every=True)
+                known = _classes(self._loss_fn, given[1]) is not None
+                if not known and (seen := _no_mean(self._loss_fn, *given, loss)) and self._tells:
+                    warn(seen, every=True)
         return self.sum_of(loss, float(self.weight(batch) if weight is None else weight), output)
 
     def check_own(self, loss: Any, weight: float) -> None:
@@ -214,6 +225,15 @@ def _own_loss(output: Any) -> Any:
             "the model returned no loss: give it `labels` in the batch, or give initialize() a loss_fn"
         )
     return loss
+
+
+def _takes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model's forward has parameters for these arguments."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _classes(loss_fn: Any, target: Any) -> float | None:
