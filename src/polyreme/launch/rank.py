@@ -13,6 +13,7 @@ causes none on other ranks before the agent has seen which rank was first."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import json
@@ -83,9 +84,10 @@ def run(arguments: list[str]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Into a pipe, too; and not less than a line, even with PYTHONUNBUFFERED, or the output of several
             # ranks would mix within one.
-            # And what a terminal cannot show ends no rank.
-            errors = "strict" if stream.encoding == "utf-8" else "backslashreplace"
-            stream.reconfigure(line_buffering=True, write_through=False, errors=errors)
+            stream.reconfigure(line_buffering=True, write_through=False)
+            if stream.encoding != "utf-8":
+                with contextlib.suppress(OSError):  # it has become a pipe since
+                    stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show ends no rank
     faulthandler.enable()  # a crash in compiled code shows where
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else arguments
