@@ -88,12 +88,9 @@ def batch_of(kind: str, model: nn.Module, step: int) -> dict[str, Tensor]:
 
 
 def loss_of(output: Any, batch: Any) -> tuple[Tensor, float]:
-    """The model's own loss; of one without a head, a weighted sum of what it returns."""
-    if getattr(output, "loss", None) is not None:
-        return output.loss, 1.0
-    hidden = output[0]
-    weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view(hidden.shape)
-    return (hidden * weights).sum(), 1.0
+    """Of a model without a head: a weighted sum of what it returns."""
+    weights = torch.linspace(-1, 1, output[0].numel(), dtype=output[0].dtype).view(output[0].shape)
+    return (output[0] * weights).sum(), 1.0
 
 
 def train(rank: int, world: int, kind: str, styles: dict[str, str]) -> tuple[list[float], dict[str, Tensor]]:
@@ -104,7 +101,8 @@ def train(rank: int, world: int, kind: str, styles: dict[str, str]) -> tuple[lis
         "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "clip": 0.05},
         "mesh": {"tp": world, "tp_plan": styles},
     }
-    engine = polyreme.initialize(model, settings, loss_fn=loss_of)
+    own = "labels" in batch_of(kind, model, 0)
+    engine = polyreme.initialize(model, settings, loss_fn=None if own else loss_of)
     records: list[float] = []
     with Wide():
         for step in range(STEPS):
