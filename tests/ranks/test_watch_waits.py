@@ -116,6 +116,39 @@ def late(rank: int, world: int, told: Path) -> float:
         return engine.train_step(batch).loss
 
 
+def caught(rank: int, world: int) -> list[str]:
+    """What each rank says of a call in which rank 1 alone fails, and whose error its script catches; and that
+    nobody takes it for one of a later call."""
+    said = []
+
+    def fails(*_: object) -> None:
+        if rank == 1:
+            raise ValueError("of rank 1")
+
+    engine = polyreme.initialize(Branches(), {**BATCH, "zero": {"stage": 2}}, loss_fn=nn.functional.mse_loss)
+    batch = torch.randn(2, WIDTH), torch.randn(2, WIDTH)
+    with pytest.raises(polyreme.BatchError):  # on all ranks
+        engine.train_step((batch[0][:1], batch[1]))
+    with watched(0.1, 0.05):
+        if rank == 1:
+            time.sleep(0.4)
+        engine.train_step(batch)
+        engine.module.blocks[0].register_forward_hook(fails)
+        try:
+            engine.train_step(batch)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        if rank == 1:
+            time.sleep(1.0)  # it has not ended
+    return said
+
+
+def test_an_error_that_a_script_catches_is_told_to_who_waits(ranks: Ranks) -> None:
+    (first,), (second,) = ranks(2, caught)
+    assert second == "ValueError: of rank 1"
+    assert first.startswith("TransportError: ") and "because rank 1 raised ValueError: of rank 1" in first
+
+
 def test_a_long_wait_says_for_whom_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     losses = ranks(2, late, tmp_path / "told")
     assert losses[0] == losses[1]

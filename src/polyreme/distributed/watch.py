@@ -125,7 +125,7 @@ class Watch:
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._error = self._why = ""  # what ends this process, and why an operation failed
-        self._told = self._times = 0
+        self._told = self._times = self._calls = 0
         self._lasted = 0.0  # seconds of the last wait
         self._asking = 0.0  # since when this thread waits for the store's answer
         self._reports: dict[int, Any] = {}  # what one look saw, by rank
@@ -137,7 +137,7 @@ class Watch:
         if self._world is dist.group.WORLD:
             return
         self._world = dist.group.WORLD
-        self._times += 1
+        self._times, self._calls = self._times + 1, 0
         self._store = dist.PrefixStore(
             f"polyreme/{self._times}",
             dist.distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]
@@ -155,6 +155,28 @@ class Watch:
         self.deadline, self.hosts = float("inf"), ()
         Meeting.made.clear()
         self.meetings.clear()  # one that is not collected yet would be taken for another of the same key
+
+    @contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Mark a call that all ranks make. Others that wait within the same one hear of an error in it, which
+        a script may catch."""
+        before, self.call = self.call, call
+        self._calls += not before
+        try:
+            yield
+        except Exception as error:
+            if not before and self._store is not None and not isinstance(error, TransportError):
+                told = json.dumps([self._calls, f"raised {type(error).__name__}: {error}"])
+                telling = threading.Thread(target=self._raised, args=(told,), daemon=True)
+                telling.start()
+                telling.join(ANSWER)
+            raise
+        finally:
+            self.call = before
+
+    def _raised(self, told: str) -> None:
+        with suppress(RuntimeError, ValueError):  # the rank that had the store ended, or the groups did
+            self._store.set(f"raised/{dist.get_rank()}", told)
 
     @contextmanager
     def waiting(self, meeting: Meeting, what: str, number: int | None) -> Iterator[None]:
@@ -280,6 +302,10 @@ class Watch:
     def _heard(self, meeting: Meeting) -> str:
         """Why another rank of the meeting will not come, if it said so."""
         for rank in meeting.others():
+            if self.call and self._store.check([f"raised/{rank}"]):
+                calls, why = json.loads(self._store.get(f"raised/{rank}"))
+                if calls == self._calls:
+                    return f"rank {rank} {why}"
             for key in (f"ended/{rank}", f"left/{rank}"):
                 if self._store.check([key]):
                     return f"rank {rank} {self._store.get(key).decode()}"
@@ -391,7 +417,8 @@ def within(call: str) -> str:
 
 _WAY = (
     "all ranks have to make the same calls in the same order, and "
-    "to run the same blocks (zero.keep names those that not all run)"
+    "to run the same blocks (zero.keep names those that not all run). A model that each rank calls as often "
+    "as it likes, as generate does, is called within engine.full_parameters()"
 )
 _ENDED = (
     "ended before this one: all ranks have to make the same number "
@@ -411,10 +438,7 @@ def collective(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        before, WATCH.call = WATCH.call, method.__name__
-        try:
+        with WATCH.calling(method.__name__):
             return method(*args, **kwargs)
-        finally:
-            WATCH.call = before
 
     return run
