@@ -226,7 +226,7 @@ BY_POSITION = (
 REFUSED: dict[str, dict[str, str]] = {
     "tp": TP,
     "sequence": {**TP, "gate of whole activations": _MIXES, **dict.fromkeys(BY_POSITION + BETWEEN, _MIXES)},
-    "pp": {"penalty": "a term of parameters alone", "penalty of the blocks' numbers": "blocks.1.scale"},
+    "pp": {"penalty": "A penalty over weights", "penalty of the blocks' numbers": "blocks.0.scale"},
 }
 """What is refused, and what the error says."""
 

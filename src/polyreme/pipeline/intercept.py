@@ -5,7 +5,7 @@ names. No communication."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
 from polyreme.models.huggingface import tensors_in
-from polyreme.pipeline.placeholders import output_of
+from polyreme.pipeline.placeholders import StandIn, output_of
 
 Through = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """A function of (n, block, args, kwargs), called in place of the n-th block."""
@@ -29,10 +29,33 @@ class _Intercept(nn.Module):
     its hooks do not run."""
 
     def __init__(
-        self, block: nn.Module, through: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+        self,
+        block: nn.Module,
+        through: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any],
+        absent: str | None,
     ) -> None:
+        """absent: the block's name, if it is of another stage."""
         super().__init__()
-        self.__dict__ |= {"_block": block, "_through": through}  # not as a child
+        self.__dict__ |= {"_block": block, "_through": through, "_absent": absent}  # not as a child
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        """The block's, by their names in it, so that what goes over all parameters does not pass it over;
+        stand-ins for those of other stages."""
+        block, absent = self.__dict__["_block"], self.__dict__["_absent"]
+        found = dict(block.named_parameters(remove_duplicate=False))
+        if absent is None:
+            return found
+        return {
+            name: p
+            if isinstance(p, StandIn)
+            else StandIn.make(p, f"{absent}.{name}", True, p.device).requires_grad_(p.requires_grad)
+            for name, p in found.items()
+        }
+
+    @_parameters.setter
+    def _parameters(self, value: object) -> None:
+        """nn.Module's, which are none."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._through(self._block, args, kwargs)
@@ -60,17 +83,23 @@ Intercepts = dict[tuple[int, nn.Module], _Intercept]
 
 @contextmanager
 def intercepted(
-    model: nn.Module, owner: str, through: Through, made: Intercepts | None = None
+    model: nn.Module,
+    owner: str,
+    through: Through,
+    made: Intercepts | None = None,
+    mine: Container[int] | None = None,
 ) -> Iterator[None]:
     """Send a call of the n-th block meanwhile to `through(n, block, args, kwargs)`. `made`, if given, is kept
-    from one time to the next, with the same `through`."""
+    from one time to the next, with the same `through`. mine: numbers of the blocks that a stage has; all by
+    default."""
     modules = model.get_submodule(owner)._modules
     blocks = {name: block for name, block in modules.items() if block is not None}
     made = {} if made is None else made
     try:
         for key, name in zip(enumerate(blocks.values()), blocks, strict=True):
             if key not in made:
-                made[key] = _Intercept(key[1], partial(through, key[0]))
+                absent = None if mine is None or key[0] in mine else f"{owner}.{name}".strip(".")
+                made[key] = _Intercept(key[1], partial(through, key[0]), absent)
             made[key].__dict__["training"] = key[1].training
             modules[name] = made[key]
         yield

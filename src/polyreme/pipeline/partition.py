@@ -392,12 +392,11 @@ def keep_stages(
             left.update(names)
             continue
         on = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
-        stand_in = placeholder(
-            tensor, on, (dtype or tensor.dtype) if tensor.is_floating_point() else tensor.dtype
-        )
-        stand_in = stand_in.as_subclass(StandIn)
-        stand_in.of = names[0]
-        mark(stand_in, f"{names[0]}, which stage {partition.stages_of[names[0]][0]} has")
+        stand_in = StandIn.make(tensor, names[0], all(name.startswith(absent) for name in names), on, dtype)
+        what = f"{names[0]}, which stage {partition.stages_of[names[0]][0]} has"
+        mark(stand_in, what)
+        if not is_buffer:
+            tensor._of_another_stage = what  # type: ignore[attr-defined]
         for name in names:
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)

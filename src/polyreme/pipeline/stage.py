@@ -25,7 +25,7 @@ from polyreme.errors import ModelError
 from polyreme.models.huggingface import tensors_in
 from polyreme.pipeline.intercept import Intercepts, answer_with, argument, intercepted, wrapped
 from polyreme.pipeline.partition import PipelinePartition
-from polyreme.pipeline.placeholders import Alias, StandIn, foreign, is_marked, output_of
+from polyreme.pipeline.placeholders import INSTEAD, RUNNING, Alias, foreign, is_marked, output_of, shown
 
 
 class Stage:
@@ -35,8 +35,12 @@ class Stage:
     Several stages of one rank (interleaved schedules) are several `Stage`s on one model.
     """
 
-    def __init__(self, model: nn.Module, partition: PipelinePartition, index: int) -> None:
-        self.index = index
+    def __init__(
+        self, model: nn.Module, partition: PipelinePartition, index: int, watches: bool = True
+    ) -> None:
+        """watches: its first forward looks for parameters that a user holds and another stage has. What is
+        compiled would be compiled with that."""
+        self.index, self._watches = index, watches
         self.is_first, self.is_last = index == 0, index == partition.stages - 1
         self._model, self._partition = model, partition
         self._first, self._stop = partition.bounds[index : index + 2]
@@ -61,19 +65,27 @@ class Stage:
         which something else than the first argument reaches over a cut (skip connections, position biases
         that only the first block makes)."""
         self._received, self._next, self.running = received, 0, True
-        StandIn.running += 1
+        RUNNING.stages += 1
         try:
-            with wrapped(self._model, self._forward):
+            looks = nullcontext() if self._checked else shown(self._model, self._watches)
+            with looks, wrapped(self._model, self._forward):
                 return forward()
         finally:
             self._received, self.running = None, False
-            StandIn.running -= 1
+            RUNNING.stages -= 1
+            RUNNING.done = False
 
     def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward as this stage."""
         names = self._partition.blocks
         with (
-            intercepted(self._model, self._partition.owner, self._through, self._intercepts)
+            intercepted(
+                self._model,
+                self._partition.owner,
+                self._through,
+                self._intercepts,
+                range(self._first, self._stop),
+            )
             if names
             else nullcontext()
         ):
@@ -93,7 +105,8 @@ class Stage:
                     f"stage {self.index} computes with {what}: only the blocks' "
                     "first argument is sent from stage to stage. Cut the model "
                     "elsewhere (pipeline.blocks), or have the blocks pass all "
-                    "they need in that argument, and do x + block(x) themselves"
+                    "they need in that argument, and do x + block(x) themselves; for a penalty "
+                    f"over weights {INSTEAD}"
                 )
             self._checked = True
         return output
@@ -110,7 +123,7 @@ class Stage:
             )
         self._next += 1
         if self._first < index < self._stop or (index == self._first and self.is_first):
-            return block(*args, **kwargs)
+            return self._call(index, block, args, kwargs)
         key, value = argument(args, kwargs)
         if index < self._first:
             return answer_with(
@@ -123,7 +136,13 @@ class Stage:
             args = (*args[:key], received, *args[key + 1 :])
         else:
             kwargs = {**kwargs, key: received}
-        return block(*args, **kwargs)
+        return self._call(index, block, args, kwargs)
+
+    def _call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a block of this stage."""
+        output = block(*args, **kwargs)
+        RUNNING.done = self.is_last and index == self._stop - 1
+        return output
 
 
 def refuse_calls(model: nn.Module, partition: PipelinePartition, stages: Collection[Stage]) -> None:

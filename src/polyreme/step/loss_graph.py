@@ -144,12 +144,22 @@ def _sum_in(node: Any) -> Any:
 
 
 def refuse_penalty(
-    loss: Tensor, outputs: Iterable[Tensor], parameters: Iterable[tuple[str, Tensor]], among: Sequence[str]
+    loss: Tensor,
+    outputs: Iterable[Tensor],
+    parameters: Iterable[tuple[str, Tensor]],
+    among: Sequence[str],
+    is_last: bool = False,
 ) -> None:
     """Raise ModelError for a loss with a term that depends on `parameters` alone, not on the `outputs` of the
-    model or, without any, on what a pipeline stage received: each stage would have its own part of it. Single
-    numbers count where they are of the modules `among`, of which other stages have some."""
-    names = {id(p): name for name, p in parameters if p.numel() > 1 or name.startswith(tuple(among))}
+    model or, without any, on what a pipeline stage received: each stage would have its own part of it.
+
+    Parameters count that are of the modules `among`, of which other stages have some; others, where they are
+    more than single numbers, unless the rank has the last stage alone (`is_last`), and so all of the term."""
+    names = {
+        id(p): name
+        for name, p in parameters
+        if name.startswith(tuple(among)) or (p.numel() > 1 and not is_last)
+    }
     given = {tensor.grad_fn for tensor in outputs}
     found: dict[Any, tuple[bool, str, int]] = {}  # whether it depends on these; a parameter, and its size
     todo = [loss.grad_fn]

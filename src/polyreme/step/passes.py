@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from polyreme.errors import NumericsError
 from polyreme.models import huggingface
 from polyreme.pipeline import weight_gradients
 from polyreme.pipeline.executor import Calls, Runner, RunStage
+from polyreme.pipeline.placeholders import shown
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Action, next_backwards
 from polyreme.step.activations import Activations
@@ -177,7 +178,9 @@ class Passes:
 
         def loss(i: int, output: Any) -> None:
             with self._activations.measured(), self.autocast():
-                losses[i] = self._objective.loss(output, micro_batches[i].batch, weights[i])
+                looked = self._looked or self._objective.is_own
+                with nullcontext() if looked else shown(self._objective.model, not self._config.compile):
+                    losses[i] = self._objective.loss(output, micro_batches[i].batch, weights[i])
                 self._look_at(output, *losses[i])
             self._activations.end_microbatch()
 
@@ -201,8 +204,8 @@ class Passes:
         outputs = [] if self._objective.is_own else huggingface.tensors_in(output)
         made = [each for each in outputs if each.grad_fn is not None]
         repeated = (nn.ModuleList, nn.Sequential)
-        lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, repeated)]
-        refuse_penalty(loss, made, model.named_parameters(), lists)
+        lists = [f"{name}.".lstrip(".") for name, m in model.named_modules() if isinstance(m, repeated)]
+        refuse_penalty(loss, made, model.named_parameters(), lists, len(self._pipeline.mine) == 1)
 
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch."""
