@@ -94,7 +94,7 @@ RIGHT: dict[str, Callable[[Net], Any]] = {
     "sizes": sizes,
 }
 """Terms of a loss that the last stage has all of."""
-USUAL = {"blocks", "by name", "weight", "detached", "no_grad", "first", "detached first", "captured detached"}
+USUAL = {"blocks", "no_grad", "first", "detached first", "captured detached"}
 PENALTY = r"use optimizer\.weight_decay, or set mesh\.pp = 1"
 
 
