@@ -326,3 +326,191 @@ def test_micro_batches_are_told_of_once() -> None:
     (text,) = told({})
     assert "blocks.0.0.size of Codebook" in text and "2 times a step" in text and "times of" not in text
     assert told({"buffers": "average"}) == []
+
+
+class Lazy(nn.Module):
+    """Running means that the first forward makes, in three ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("filled", None)
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean(0)
+        self.cache = x.detach()[0]
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.zeros_like(mean))
+        # what is read is what all ranks had before
+        moved = x - self.made - (0 if self.filled is None else self.filled)
+        self.made.mul_(0.5).add_(mean, alpha=0.5)
+        self.filled = mean if self.filled is None else self.filled * 0.5 + mean * 0.5
+        return self.mix(moved)
+
+
+@pytest.mark.parametrize(
+    "sections", [{"zero": {"stage": 0}}, {"zero": {"stage": 3}}, {"mesh": {"tp": 2}}, {"mesh": {"pp": 2}}]
+)
+def test_buffers_that_the_first_forward_makes_are_averaged(sections: Any) -> None:
+    if "tp" in sections.get("mesh", {}):
+        sections = {"mesh": {"tp": 2, "tp_plan": {"blocks.*.0.mix": "colwise_gather_output"}}}
+    count = sections.get("mesh", {}).get("pp", 1)
+    found = threads.run(2, trained, Lazy, count, {**sections, "buffers": "average"})
+    lines = 1 if "mesh" in sections else 2
+    same(found, plain(Lazy, count, lines))
+
+
+def test_what_the_first_forward_makes_is_not_lost_on_resuming_without_a_word(tmp_path: Path) -> None:
+    def resumed(rank: int, world: int, early: bool) -> list[Any]:
+        found: list[Any] = []
+        for again in (False, True):
+            made = config(world, 1, {"buffers": "average"})
+            engine = polyreme.initialize(net(Lazy), made, loss_fn=F.mse_loss)
+            if again and not early:
+                with pytest.raises(polyreme.PolyremeError, match="made"):
+                    engine.load(tmp_path / "saved")
+                return found
+            engine.train_step(models.share(batch(0), rank, world))
+            if again:
+                found.append(not engine.load(tmp_path / "saved").notes)
+            else:
+                engine.save(tmp_path / "saved")
+            engine.train_step(models.share(batch(1), rank, world))
+            found.append(engine.state_dict())
+        return found
+
+    for first, is_exact, second in threads.run(2, resumed, True):
+        assert is_exact and all(torch.equal(first[name], second[name]) for name in first)
+    threads.run(2, resumed, False)
+
+
+def test_buffers_that_the_first_forward_makes_are_told_of() -> None:
+    with pytest.raises(
+        threads.RanksFailed, match=r"blocks\.0\.0\.(filled|made) of Lazy.*blocks\.1\.0\..* of Lazy"
+    ) as e:
+        threads.run(2, trained, Lazy, 1, {})
+    assert all("cache" not in str(error) for error in e.value.exceptions.values())
+
+
+class Sometimes(Unused):
+    """Makes a buffer for a batch of some kind alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            self.register_buffer("extra", torch.ones(()))
+        return super().forward(x)
+
+
+def test_a_buffer_that_one_rank_makes_is_an_error_on_all() -> None:
+    def refused(rank: int, world: int) -> None:
+        engine = polyreme.initialize(net(Sometimes), config(world, 1, {}), loss_fn=F.mse_loss)
+        x, y = models.share(batch(0), rank, world)
+        with pytest.raises(ModelError, match=r"extra of Sometimes on some ranks.*__init__"):
+            engine.train_step((x.abs() * (1 if rank else -1), y))
+
+    threads.run(2, refused)
+
+
+class Samples(nn.Module):
+    """Counts the samples it has seen, in one of several ways, and its forwards in others."""
+
+    def __init__(self, add: Callable[[Any, int], None], dtype: torch.dtype = torch.int64) -> None:
+        super().__init__()
+        self.mix, self.add = nn.Linear(WIDTH, WIDTH), add
+        self.register_buffer("n", torch.zeros((), dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.add(self, len(x))
+        return self.mix(x) / self.n
+
+
+def in_place(module: Any, samples: int) -> None:
+    module.n += samples
+
+
+def anew(module: Any, samples: int) -> None:
+    module.n = module.n + samples
+
+
+def forwards(module: Any, samples: int) -> None:
+    for _ in range(samples):  # as a module that is called so often in a forward
+        module.n += 1
+
+
+def once(module: Any, samples: int) -> None:
+    module.n = module.n + 1
+
+
+def made_late(module: Any, samples: int) -> None:
+    if not hasattr(module, "late"):
+        module.register_buffer("late", torch.zeros(2))
+    module.late += samples
+    module.n += 1
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_count_of_a_ranks_samples_is_an_error_and_one_of_forwards_none(accumulation: int) -> None:
+    kinds = [lambda: Samples(in_place), lambda: Samples(anew, torch.float32), lambda: Samples(made_late)]
+    for kind in kinds:
+        with pytest.raises(threads.RanksFailed, match=r"add 4 to .*(n|late) of Samples.*mesh\.dp\.size") as e:
+            threads.run(2, trained, kind, accumulation, {})
+        assert all(isinstance(error, ModelError) for error in e.value.exceptions.values())
+    threads.run(2, trained, kinds[0], accumulation, {"buffers": "rank0"})
+    threads.run(1, trained, kinds[0], accumulation, {})
+    for add in (forwards, once):
+        threads.run(2, trained, lambda add=add: Samples(add), accumulation, {})
+
+
+class Uncounted(nn.Module):
+    """Writes what autograd does not count, from a step on."""
+
+    def __init__(self, begin: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("data", torch.zeros(WIDTH))
+        self.register_buffer("numpy", torch.zeros(WIDTH))
+        self.times, self.begin = 0, begin
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.times += 1
+        x = x - self.data - self.numpy
+        if self.times >= self.begin:
+            self.data.data.lerp_(x.detach().mean(0), 0.5)
+            self.numpy.numpy()[:] = x.detach().mean(0).numpy()
+        return self.mix(x)
+
+
+def test_writes_that_nothing_counts_are_found_now_and_then() -> None:
+    found = threads.run(2, trained, lambda: Uncounted(2), 1, {"buffers": "average"})
+    same(found, plain(lambda: Uncounted(2)))
+    for way, text in (("error", r"data of Uncounted"), ("average", r"data of Uncounted for several steps")):
+        with pytest.raises(threads.RanksFailed, match=text):
+            threads.run(2, trained, lambda: Uncounted(3), 1, {"buffers": way})
+
+
+class Noise(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.generator = nn.Linear(WIDTH, WIDTH), torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x + torch.rand(x.shape, dtype=x.dtype, generator=self.generator))
+
+
+def test_generators_that_modules_hold_go_on(tmp_path: Path) -> None:
+    def losses(rank: int, world: int, resumed: bool) -> tuple[list[float], list[str]]:
+        engine = polyreme.initialize(net(Noise), config(world, 1, {}), loss_fn=F.mse_loss)
+        notes = list(engine.load(tmp_path / "saved").notes) if resumed else []
+        found = []
+        for step in range(2 if resumed else 0, STEPS):
+            if step == 2 and not resumed:
+                engine.save(tmp_path / "saved")
+            found.append(engine.train_step(models.share(batch(step), rank, world)).loss)
+        return found[-2:], notes
+
+    assert threads.run(2, losses, False) == threads.run(2, losses, True)
+    ((_, notes),) = threads.run(1, losses, True)
+    assert any("random numbers" in note for note in notes)

@@ -5,8 +5,8 @@ the data-parallel ranks, of all else `buffers`.
 Invariant: after a step what forwards wrote is the same on every rank, unless each is to keep its own; what
 cannot be so is an error on all ranks, before the update of the first step in which it is seen. What no
 forward changes is not sent, nor buffers that are not persistent, which are caches, nor those that ranks
-compute alike. Writes are seen by autograd's count of them and in the first step by digests, too, as torch's
-own norms are not counted.
+compute alike. Writes are seen by autograd's count of them, and in the first step and now and then by digests,
+too, as torch's own norms are not counted. Buffers that a forward makes are looked for then.
 Communication: one broadcast, or all-gather of what is averaged, for each dtype in a step, of what is known to
 change; whether there is something new goes with the step's totals. Digests of what is alike by itself now and
 then."""
@@ -14,7 +14,7 @@ then."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,9 @@ from polyreme.errors import ModelError, named, warn
 
 AGAIN = 64
 """Steps between two looks at what is alike on all ranks by itself; the first ones come at powers of two."""
-PIECE = 1 << 20  # bytes that a digest widens at once
+PIECE = 1 << 20
+"""Bytes that a digest widens at once, and of a buffer that is looked at again."""
+FEW = 16  # numbers of a buffer that may be a count
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,18 @@ class Buffers:
     ) -> None:
         self._mesh, self._axis, self._config = mesh, mesh.dp, config
         self._alone = mesh.dp.size == 1 and mesh.tp.size == 1
-        places = [*_buffers(model, mesh, config, alike), *_parameters(model, config, sharded, divided)]
+        self._model, buffers = model, list(_buffers(model, mesh, config))
+        self._names = {place.name for place in buffers}  # of all buffers that it ever had
+        known = {id(each) for each in alike}
+        places = [place for place in buffers if id(place.tensor) not in known]
+        places += _parameters(model, config, sharded, divided)
         self._places = {place.name: place for place in places}
         self.parameters: set[int] = set()
         """Ids of the parameters that forwards write, and that all ranks are given."""
         self._digests: dict[str, Tensor] | None = None  # before the first forward
+        self._counts: dict[str, tuple[Tensor, Tensor, int]] = {}  # of few numbers, before the first forward
         self._first = True
+        self._late: set[str] = set()  # found when several steps may have read them
         self._equal: set[str] = (
             set()
         )  # over all stages of a pipeline: what is not shared, but looked at again
@@ -93,7 +101,14 @@ class Buffers:
     def take_note(self) -> None:
         """All is the same on all ranks now."""
         tensors = {name: place.tensor for name, place in self._places.items()}
-        self._seen = {name: (tensor, _version(tensor)) for name, tensor in tensors.items()}
+        self._seen: dict[str, tuple[Tensor | None, int]] = {
+            name: (tensor, _version(tensor)) for name, tensor in tensors.items()
+        }
+
+    def rewritten(self) -> None:
+        """Buffers were loaded, on all ranks alike."""
+        self._digests = None if self._first else {}
+        self.take_note()
 
     def watch(self) -> None:
         """A forward for training begins: look at all, if it is the first one."""
@@ -105,11 +120,18 @@ class Buffers:
         self._digests = {
             name: _digest(place.tensor) for name, place in self._places.items() if not place.is_parameter
         }
+        self._counts = {
+            name: (tensor, tensor.detach().clone(), _version(tensor))
+            for name, (tensor, _) in self._seen.items()
+            if name in self._digests and tensor is not None and tensor.numel() <= FEW
+        }
 
     def has_news(self) -> bool:
         """Whether one has changed on this rank in this step that is not known to, or to this shape. Once a
         step."""
         self._steps += 1
+        if self._looks:
+            self._take_in()
         self._changed = [
             name
             for name in self._written()
@@ -119,11 +141,34 @@ class Buffers:
 
     def is_due(self) -> bool:
         """Whether it is time to see that what was alike by itself is so still; the same on all ranks."""
-        return bool(self._equal) and (self._steps % AGAIN == 0 or self._steps & (self._steps - 1) == 0)
+        return bool(self._equal) and self._again
 
-    def find(self) -> None:
+    @property
+    def _again(self) -> bool:
+        return self._steps % AGAIN == 0 or self._steps & (self._steps - 1) == 0
+
+    @property
+    def _looks(self) -> bool:
+        """Whether this step is one of those in which everything is looked at."""
+        return self._first or (self._again and not self._alone)
+
+    def _take_in(self) -> None:
+        """Buffers that forwards have made since the last look count as written."""
+        for place in _buffers(self._model, self._mesh, self._config):
+            if place.name not in self._names:
+                self._names.add(place.name)
+                self._places[place.name], self._seen[place.name] = place, (None, -1)
+                self._note_late(place.name)
+
+    def _note_late(self, name: str) -> None:
+        if self._steps > 2 and not self._first:  # else there was a look in the step before
+            self._late.add(name)
+
+    def find(self, samples: float = 0.0, tokens: float = 0.0) -> None:
         """Have all ranks know what forwards write, and share that. All ranks of the mesh must call, after
-        `has_news`. Raises ModelError on all of them for what has to be the same on all ranks, and is not."""
+        `has_news`. Raises ModelError on all of them for what has to be the same on all ranks, and is not.
+
+        samples, tokens: of the step, over all ranks; a count of a rank's share of them is none of all."""
         written = {name for each in self._mesh.gather_objects(self._changed) for name in each}
         names = sorted(written | self._equal)
         mine = {name: self._report(self._places[name]) for name in names if name in self._places}
@@ -134,10 +179,15 @@ class Buffers:
             raise ModelError(
                 _LOST.format(named([each.what for each in lost]), max(each.lost for each in lost))
             )
-        if problems := [text for each in found.values() if (text := each.problem(self._axis.size))]:
+        sizes = {name: axis.size for name, axis in self._mesh.axes.items()}
+        if problems := [text for each in found.values() if (text := each.problem(sizes))]:
             raise ModelError("\n".join(problems))
         if differing := [each.what for each in found.values() if each.differs and each.way == "error"]:
             raise ModelError(_DIFFERS.format(self._axis.size, named(differing)))
+        shares = {count / self._axis.size for count in (samples, tokens)} - {0, self._config.accumulation}
+        if self._axis.size > 1 and (counts := [each for each in found.values() if each.grew in shares]):
+            what = named([each.what for each in counts])
+            raise ModelError(_COUNTS.format(what, f"{counts[0].grew:g}", self._axis.size))
         self._warn_of_parts([found[name] for name in sorted(written)])
         for name in [] if self._alone else names:
             if self._axis.size == 1 or found[name].way in ("error", "local"):
@@ -175,7 +225,7 @@ class Buffers:
         """The step is done. After the first one parameters are no longer looked at but for those that
         forwards write, nor digests taken."""
         if self._first and self._digests is not None:
-            self._first, self._digests, stay = False, None, {*self._known, *self._equal}
+            self._first, self._counts, stay = False, {}, {*self._known, *self._equal}
             self._places = {
                 name: place
                 for name, place in self._places.items()
@@ -191,17 +241,45 @@ class Buffers:
         return torch.where((ranks == ranks[0]).all(0), ranks[0], ranks.mean(0))
 
     def _written(self) -> Iterator[str]:
-        """What was written since `take_note`; parameters and what is not counted in the first step alone."""
+        """What was written since `take_note`; parameters in the first step alone, and what is not counted now
+        and then."""
         for name, (before, version) in self._seen.items():
             tensor = self._places[name].tensor
             if self._places[name].is_parameter:
-                if self._digests is not None and _version(tensor) != version:
+                if self._first and self._digests is not None and _version(tensor) != version:
                     yield name
             elif tensor is not before or _version(tensor) != version or self._is_other(name, tensor):
                 yield name
 
     def _is_other(self, name: str, tensor: Tensor) -> bool:
-        return self._digests is not None and not torch.equal(self._digests[name], _digest(tensor))
+        """Whether a look finds other numbers than the one before, of what is not looked at anyway."""
+        followed = name in self._known or name in self._equal
+        if self._digests is None or not self._looks or followed:
+            return False
+        if not self._first and tensor.nbytes > PIECE:
+            return False
+        before, now = self._digests.get(name), _digest(tensor)
+        self._digests[name] = now
+        if before is None or int(before) == int(now):
+            return False
+        self._note_late(name)
+        return True
+
+    def _grew(self, place: Place) -> float:
+        """By how much a buffer of few numbers grew in the first step, each of them alike, where that is not
+        the number of writes; else 0."""
+        if place.way != "error" or place.is_parameter or not self._first:
+            return 0.0
+        tensor = place.tensor.detach()
+        counts = not (tensor.is_complex() or tensor.dtype == torch.bool or tensor.is_meta)
+        if not counts or tensor.numel() > FEW:
+            return 0.0
+        held, before, version = self._counts.get(place.name, (None, torch.zeros_like(tensor), 0))
+        if before.shape != tensor.shape:
+            return 0.0
+        grown = {*(tensor.double() - before.double()).reshape(-1).tolist()}
+        writes = _version(place.tensor) - version if held is place.tensor else 0
+        return grown.pop() if len(grown) == 1 and grown != {writes} else 0.0
 
     def _report(self, place: Place) -> dict[str, Any]:
         """What other ranks have to know of a place."""
@@ -209,6 +287,7 @@ class Buffers:
         report: dict[str, Any] = {"what": str(place), "way": place.way, "shape": list(tensor.shape)}
         report["lost"] = max(tensor.numel(), 1) if place.lost else 0
         report |= {"digest": None if place.lost else int(_digest(tensor)), "divided": place.divided}
+        report |= {"late": place.name in self._late, "grew": self._grew(place)}
         return report | {"float": tensor.is_floating_point(), "parameter": place.is_parameter}
 
     def _warn_of_parts(self, written: Iterable[_Spread]) -> None:
@@ -237,10 +316,14 @@ class _Spread:
         differ = {axis: any(map(_differ, found.values())) for axis, found in lines.items()}
         self.differs, self._over_tp = differ["dp"], differ["tp"] and not first["divided"]
         self._shapes = [[each["shape"] for each in line] for line in lines["dp"].values()]
+        self._has = {axis: {len(line) for line in found.values()} for axis, found in lines.items()}
+        self._late, self.grew = any(each["late"] for _, each in told), first["grew"]
 
-    def problem(self, ranks: int) -> str:
-        """Why it cannot be the same on so many data-parallel ranks at all, and what to do."""
-        what = self.what
+    def problem(self, sizes: Mapping[str, int]) -> str:
+        """Why it cannot be the same on all ranks at all, and what to do. sizes: of the mesh's axes."""
+        what, ranks = self.what, sizes["dp"]
+        if any(self._has[axis] != {sizes[axis]} for axis in self._has):
+            return _ON_SOME.format(what)
         if self._over_tp:
             return _OVER_TP.format(what)
         if ranks == 1:
@@ -250,6 +333,8 @@ class _Spread:
         for shapes in self._shapes:
             if self.way in ("rank0", "average") and any(shape != shapes[0] for shape in shapes):
                 return _SHAPES.format(what, named(shapes))
+        if self._late and self.differs and self.way in ("rank0", "average"):
+            return _LATE.format(what)
         return ""
 
 
@@ -280,6 +365,21 @@ _LOCAL_PARAMETER = (
     "the forwards write the parameter {}, and a parameter is the same on all ranks, which "
     'buffers = "local" is not: write "average" or "rank0", or register it as a buffer'
 )
+_COUNTS = (
+    "the forwards add {1} to {0} in a step, which is how many samples (or tokens) each of the {2} "
+    "data-parallel ranks has in it, so that none counts those of all as one process would: add that times "
+    "engine.mesh.dp.size. Where a count of the share is meant, register it with persistent=False, or write "
+    'buffers = "rank0"'
+)
+_ON_SOME = (
+    "forwards have made the buffer {} on some ranks, and not yet on all: register it in __init__, or with "
+    "persistent=False, where it is a cache"
+)
+_LATE = (
+    "ranks have had other numbers in {} for several steps, as nothing told of it: a forward made it after "
+    "the first step (register it in __init__), or writes it by .data or NumPy (write it by copy_ under "
+    "torch.no_grad())"
+)
 _SHAPES = (
     "the buffer {} has another shape on each rank ({}), so all cannot have one: register it with "
     'persistent=False, or write buffers = "local"'
@@ -300,9 +400,8 @@ def _shape(place: Place) -> tuple[int, ...]:
     return tuple(place.tensor.shape)
 
 
-def _buffers(model: nn.Module, mesh: Mesh, config: Config, alike: Collection[Tensor]) -> Iterator[Place]:
+def _buffers(model: nn.Module, mesh: Mesh, config: Config) -> Iterator[Place]:
     """The persistent buffers that a rank does not keep to itself."""
-    known = {id(each) for each in alike}
     for prefix, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             way = "local" if mesh.dp.size == 1 or config.batch_norm == "rank" else "rank0"
@@ -311,11 +410,7 @@ def _buffers(model: nn.Module, mesh: Mesh, config: Config, alike: Collection[Ten
             way = config.buffers
             apart = way == "local" and mesh.tp.size == 1
         for key, buffer in module._buffers.items() if not apart else ():
-            if (
-                buffer is not None
-                and key not in module._non_persistent_buffers_set
-                and id(buffer) not in known
-            ):
+            if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield Place(f"{prefix}.{key}".lstrip("."), module, key, way)
 
 

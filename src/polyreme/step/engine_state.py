@@ -477,6 +477,11 @@ def _take_random_numbers(contents: EngineContents, resume: Resume) -> list[str]:
             if "model" in own
             else contents.randomness.seed
         )
+        held = _own_generators(contents)
+        for key in held.keys() & own.keys():
+            held[key].set_state(_bytes(own[key]))
+        if lost := sorted(held.keys() - own.keys()):
+            notes.append(f"the checkpoint has no state of {named(lost)}, which the model draws from as it is")
     except (KeyError, RuntimeError, TypeError) as error:
         notes.append(
             f"the random numbers are others from here on, as torch cannot take the saved state: {error}"
@@ -501,10 +506,21 @@ def _count_on(contents: EngineContents, source: Source) -> list[str]:
     ]
 
 
+def _own_generators(contents: EngineContents) -> dict[str, torch.Generator]:
+    """Those that modules hold, by the keys of their states."""
+    return {
+        f"generator {name}.{attribute}": value
+        for name, module in contents.module.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, torch.Generator)
+    }
+
+
 def _random_states(contents: EngineContents) -> dict[str, bytes]:
-    """Where the script's generators are, and what the model's numbers are made from."""
+    """Where the generators of the script and of modules are, and what the model's numbers are made from."""
     cpu, cuda = generators(contents.mesh.device)
     found = {"cpu": cpu.numpy().tobytes(), "model": contents.randomness.seed.to_bytes(8)}
+    found |= {key: each.get_state().numpy().tobytes() for key, each in _own_generators(contents).items()}
     return found if cuda is None else {**found, "cuda": cuda.numpy().tobytes()}
 
 

@@ -151,7 +151,7 @@ class Training:
 
     def note(self) -> None:
         """Take note that the engine itself has changed weights and buffers, between steps."""
-        self.buffers.take_note()
+        self.buffers.rewritten()
         self.step.written.note()
 
     def release(self) -> None:
