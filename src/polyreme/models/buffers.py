@@ -243,18 +243,23 @@ class Buffers:
     def _written(self) -> Iterator[str]:
         """What was written since `take_note`; parameters in the first step alone, and what is not counted now
         and then."""
+        looks = self._looks and self._digests is not None
         for name, (before, version) in self._seen.items():
             tensor = self._places[name].tensor
             if self._places[name].is_parameter:
                 if self._first and self._digests is not None and _version(tensor) != version:
                     yield name
-            elif tensor is not before or _version(tensor) != version or self._is_other(name, tensor):
+            elif (
+                tensor is not before
+                or _version(tensor) != version
+                or (looks and self._is_other(name, tensor))
+            ):
                 yield name
 
     def _is_other(self, name: str, tensor: Tensor) -> bool:
         """Whether a look finds other numbers than the one before, of what is not looked at anyway."""
         followed = name in self._known or name in self._equal
-        if self._digests is None or not self._looks or followed:
+        if self._digests is None or followed:
             return False
         if not self._first and tensor.nbytes > PIECE:
             return False
