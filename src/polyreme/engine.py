@@ -28,7 +28,7 @@ from polyreme.models import huggingface
 from polyreme.models.batch_norm import normalise
 from polyreme.models.patches import Patches
 from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
-from polyreme.optim.groups import Make, Recipe, recipe, refuse_foreign
+from polyreme.optim.groups import Make, Recipe, recipe, refuse_foreign, warn_of_unused
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.planner.memory_model import working_set
 from polyreme.step import given_gradients, report
@@ -131,6 +131,7 @@ class Engine(ModuleFace):
         blocks = huggingface.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
         refuse_foreign(self.module, optimizer)
+        warn_of_unused(config.optimizer, optimizer, made)
         told = {"built here": recording is not None, "weights": weights is not None, "blocks": list(blocks)}
         told |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn)}
         told |= made.told

@@ -3,6 +3,7 @@ optimizer and its schedule: a run that was killed and goes on is the one that ne
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,144 @@ def test_a_scheduler_of_the_scripts_goes_on_where_it_was(tmp_path: Path) -> None
     for found in threads.run(2, with_schedulers, tmp_path):
         for never, killed in found:
             assert never == killed
+
+
+def set_momentum(engine: Any, momentum: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["momentum"] = momentum
+
+
+def with_momentum(
+    rank: int, world: int, way: str, sections: dict[str, Any], momenta: tuple[float, float], folder: Path
+) -> list[Any]:
+    """Losses of a run whose momentum a script changes before its third step, and of the same after a refresh
+    and from a checkpoint."""
+
+    def begin() -> Any:
+        model = network()
+        section = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "momentum": momenta[0], "clip": "none"}
+        own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momenta[0]) if way == "own" else None
+        return polyreme.initialize(
+            model,
+            {"batch": {"size": 8}, "precision": {"compute": "fp64"}, "optimizer": section, **sections},
+            optimizer=own,
+            loss_fn=F.mse_loss,
+        )
+
+    found = []
+    for kind in ("plain", "refreshed", "loaded"):
+        engine, losses = begin(), []
+        for step in range(STEPS):
+            if step == 2:
+                set_momentum(engine, momenta[1])
+            if step == 4 and kind == "refreshed":
+                engine.refresh()
+            if step == 4 and kind == "loaded":
+                engine.save(folder)
+                engine.close()
+                engine = begin()
+                assert engine.load(folder).notes == []
+            losses.append(engine.train_step(batch(rank, world, step)).loss)
+        engine.close()
+        found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize("momenta", [(0.0, 0.5), (0.5, 0.0)])
+@pytest.mark.parametrize("way", ["own", "config's"])
+def test_states_that_came_with_an_option_come_back(
+    way: str, momenta: tuple[float, float], tmp_path: Path
+) -> None:
+    """Momentum that a script has set: the optimizer as it was made has no such state."""
+    reference, model = [], network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momenta[0])
+    for step in range(STEPS):
+        plain.param_groups[0]["momentum"] = momenta[step >= 2]
+        x, y = batch(0, 1, step)
+        plain.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        plain.step()
+        reference.append(loss.item())
+    for world, sections in (
+        (1, {}),
+        (2, {"zero": {"stage": 2}}),
+        (2, {"zero": {"stage": 3}}),
+        (1, {"memory": {"states": "host"}}),
+    ):
+        folder = tmp_path / f"{world} {sections}".replace(" ", "_").replace("'", "")
+        for found in threads.run(world, with_momentum, way, sections, momenta, folder):
+            assert found[0] == found[1] == found[2], (world, sections)
+            assert found[0] == pytest.approx(reference, abs=1e-10)
+
+
+def test_a_weight_decay_of_another_class_is_not_taken_over(tmp_path: Path) -> None:
+    """AdamW is Adam with an option, which would make one of the other."""
+
+    def engine_of(cls: type[torch.optim.Optimizer]) -> Any:
+        model = network()
+        made = cls(model.parameters(), lr=0.01, weight_decay=0.1)  # type: ignore[call-arg]
+        config = {"batch": {"size": 8}, "precision": {"compute": "fp64"}}
+        return polyreme.initialize(model, config, optimizer=made, loss_fn=F.mse_loss)
+
+    for cls, other in ((torch.optim.AdamW, torch.optim.Adam), (torch.optim.Adam, torch.optim.AdamW)):
+        with engine_of(cls) as engine:
+            engine.train_step(batch(0, 1, 0))
+            engine.save(tmp_path / cls.__name__)
+        with engine_of(other) as engine:
+            (note,) = engine.load(tmp_path / cls.__name__).notes
+            decoupled = other is torch.optim.AdamW
+            assert engine.optimizer.param_groups[0]["decoupled_weight_decay"] is decoupled
+            assert f"decoupled_weight_decay is {decoupled}, as the optimizer was made here" in note
+
+
+def test_states_that_are_left_behind_are_told(tmp_path: Path) -> None:
+    """A group that is added after load() begins without."""
+
+    def begin() -> tuple[Any, Any, Any]:
+        model: Any = network()
+        model[0].requires_grad_(False)
+        made = torch.optim.AdamW(model[2].parameters(), lr=0.01)
+        config = {"batch": {"size": 8}, "precision": {"compute": "fp64"}}
+        return model, made, polyreme.initialize(model, config, optimizer=made, loss_fn=F.mse_loss)
+
+    def add(model: Any, made: Any) -> None:
+        model[0].requires_grad_(True)
+        made.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
+
+    model, made, engine = begin()
+    add(model, made)
+    engine.train_step(batch(0, 1, 0))
+    engine.save(tmp_path / "a")
+    engine.close()
+    model, made, engine = begin()
+    counts, states = engine.load(tmp_path / "a").notes
+    assert "had 2: their options are of now" in counts
+    assert "states of 0.weight, 0.bias are left behind" in states and "before load()" in states
+    engine.close()
+    model, made, engine = begin()
+    add(model, made)
+    assert engine.load(tmp_path / "a").notes == []
+
+
+def test_keys_beside_an_own_optimizer_are_told() -> None:
+    """Those that say something else than it has."""
+
+    def begun_with(given: Callable[[nn.Module], Any], **section: Any) -> list[str]:
+        model = network()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config = {"batch": {"size": 8}, "precision": {"compute": "fp64"}, "optimizer": section}
+            with polyreme.initialize(model, config, optimizer=given(model), loss_fn=F.mse_loss) as engine:
+                model.requires_grad_(True)
+                engine.refresh()
+        return [str(each.message) for each in caught if "of the config" in str(each.message)]
+
+    for way in ("own", "factory"):
+        (text,) = begun_with(OPTIMIZERS[way], lr=0.5, weight_decay=0.2, betas=[0.9, 0.95], clip=1.0)
+        assert "optimizer.lr = 0.5, optimizer.weight_decay = 0.2 of the config: unused" in text
+        assert "AdamW, lr 0.01" in text
+        assert begun_with(OPTIMIZERS[way], name="adamw", lr=0.01, clip=2.0, unused="zero") == []
+        assert begun_with(OPTIMIZERS[way]) == []
+        assert "optimizer.name = 'sgd'" in begun_with(OPTIMIZERS[way], name="sgd")[0]
+    assert begun_with(OPTIMIZERS["class"], lr=0.5) == []

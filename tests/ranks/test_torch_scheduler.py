@@ -185,3 +185,21 @@ def test_a_scheduler_of_the_scripts_own_rhythm_is_followed() -> None:
             rates += [engine.train_step(batch(0, 1, step)).lr for step in range(2)]
             schedule.step()
     assert rates == pytest.approx([0.01, 0.01, 0.001, 0.001])
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_a_bound_step_that_was_taken_before_is_an_error_at_once(name: str) -> None:
+    """It goes past the engine, and the learning rate would be that of two steps."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = MAKERS[name](optimizer)
+    callback, given = schedule.step, [1.0] * (name == "plateau")
+    config = {"batch": {"size": 8}, "precision": {"compute": "fp64"}}
+    with polyreme.initialize(
+        model, config, optimizer=optimizer, lr_scheduler=schedule, loss_fn=F.mse_loss
+    ) as engine:
+        engine.train_step(batch(0, 1, 0))
+        with pytest.raises(ConfigError, match=r"(?s)took before initialize.*scheduler\.step\(\)"):
+            callback(*given)
+        schedule.step(*given)
+    callback(*given)

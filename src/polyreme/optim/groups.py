@@ -346,6 +346,29 @@ def _from_optimizer(model: nn.Module, made: Optimizer) -> Recipe:
     return Recipe(tuple(groups), {name: at.get(id(p), 0) for name, p in named.items()}, left_out=left_out)
 
 
+def warn_of_unused(section: OptimizerSection, given: object, made: Recipe) -> None:
+    """Warn of keys of the section that count for nothing beside the caller's own optimizer or factory, from
+    which `made` is, where they say something else than it has."""
+    if given is None or isinstance(given, type) or not made.groups:
+        return
+    make, own = made.groups[0].make, "the optimizer that was passed"
+    name = make.func.__name__ if isinstance(make, partial) else ""
+    idle = [
+        f"optimizer.{key} = {getattr(section, key)!r}"
+        for key in OptimizerSection.model_fields
+        if key in section.model_fields_set - {"clip", "unused", "states", "groups"}
+        if any(
+            {"name": name.lower(), **group.options}.get(key) != getattr(section, key) for group in made.groups
+        )
+    ]
+    if idle:
+        rates = ", ".join(dict.fromkeys(f"{float(group.options['lr']):g}" for group in made.groups))
+        warn(
+            f"{', '.join(idle)} of the config: unused, as {own} ({name}, lr {rates}) has its own options: set "
+            "them there and remove these keys, or pass the optimizer's class to have the config's"
+        )
+
+
 def refuse_foreign(model: nn.Module, given: object, known: Sequence[Tensor] = ()) -> None:
     """Raise ModelError where an optimizer that the caller made has a parameter that is none of the model's,
     which nothing would update. known: those that it had before, and that may have left the model."""

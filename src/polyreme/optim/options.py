@@ -3,7 +3,7 @@ optimizer. Pure: the same on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -16,7 +16,7 @@ from polyreme.config import Progress
 from polyreme.errors import ConfigError, ModelError, Problem, warn
 from polyreme.optim.groups import Recipe
 from polyreme.optim.lr_schedule import LRSchedule
-from polyreme.optim.saved_options import Groups, like, lost, options_of, plain, put, take
+from polyreme.optim.saved_options import Groups, coming, like, lost, options_of, plain, put, take
 from polyreme.optim.torch_scheduler import TorchScheduler
 
 Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
@@ -192,6 +192,17 @@ class Options:
             if not self._leads_all:
                 state["followed"] = [options_of(group) for group in steps.made.optimizer.param_groups]
         return state
+
+    def ways(self, state: Mapping[str, Any]) -> list[Sequence[Mapping[str, Any]]]:
+        """The options by group with which the optimizer may have its states: those that it was made with (an
+        empty sequence), those of now, and those that `load_state_dict` of `state` would give."""
+        found: list[Sequence[Mapping[str, Any]]] = [(), self.groups]
+        groups, now = state.get("groups", []), [options_of(group) for group in self.groups]
+        if len(groups) == len(now):
+            saved = Groups(groups, [*state.get("made", ()), *({} for _ in groups)][: len(groups)])
+            given = coming(Groups(now, self._made), saved, self._own)
+            found.append([like(group, own) for group, own in zip(self.groups, given, strict=True)])
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> list[str]:
         """Go on from `state`, and from `progress`. Options that a script had set by then count, and those of

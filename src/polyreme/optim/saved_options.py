@@ -55,6 +55,10 @@ def like(now: Any, saved: Any) -> Any:
     return saved
 
 
+OF_CLASS = "decoupled_weight_decay"
+"""An option that makes one class of another: Adam with it is AdamW."""
+
+
 @dataclass(frozen=True)
 class Groups:
     """The options of all groups at one moment, and as `initialize` made them, both `plain`."""
@@ -83,16 +87,34 @@ def take(
                     at
                 )
             put(group, {key: value})
+    kept = [at for at in range(len(groups)) if _of_other_class(made, saved, at)]
     return [
         f"{what}, of the optimizer's group {_numbers(at)}: set it after load()" for what, at in told.items()
+    ] + [
+        f"{OF_CLASS} is {made.now[kept[0]][OF_CLASS]}, as the optimizer was made here, and not "
+        f"{saved.now[kept[0]][OF_CLASS]}, of the optimizer's group {_numbers(kept)}: it was saved with another"
+        for _ in kept[:1]
     ]
+
+
+def coming(made: Groups, saved: Groups, every: bool) -> list[dict[str, Any]]:
+    """The options that `take` would set, by group, but for learning rates."""
+    return [dict(_coming(made, saved, at, every, rates=False)) for at in range(len(made.now))]
+
+
+def _of_other_class(made: Groups, saved: Groups, at: int) -> bool:
+    """Whether the optimizer was saved as one of another class than it was made as here."""
+    if OF_CLASS not in made.now[at] or OF_CLASS not in saved.now[at]:
+        return False
+    then = saved.made[at].get(OF_CLASS, saved.now[at][OF_CLASS])
+    return then != made.made[at].get(OF_CLASS) and saved.now[at][OF_CLASS] != made.now[at][OF_CLASS]
 
 
 def _coming(made: Groups, saved: Groups, at: int, every: bool, rates: bool) -> Iterator[tuple[str, Any]]:
     """The options that a group gets."""
     now, then, before = made.made[at], saved.now[at], saved.made[at]
     for key in {**then, **now}:
-        if key == "lr" and not rates:
+        if (key == "lr" and not rates) or (key == OF_CLASS and _of_other_class(made, saved, at)):
             continue
         if key in then and (every or key == "lr" or key not in before or then[key] != before[key]):
             yield key, then[key]

@@ -6,9 +6,11 @@ whose calls have another rhythm gets an error at the first of them that differs.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -28,6 +30,9 @@ class TorchScheduler:
         self._class = getattr(type(made), _PLAIN, type(made))
         self._ours = False  # the call is the engine's
         self._steps = self._skipped = 0  # training steps since the script's last call
+        self._codes = {
+            step.__code__ for cls in self._class.__mro__ if hasattr(step := vars(cls).get("step"), "__code__")
+        }
         made.__class__ = _asking(self._class, weakref.ref(self))
 
     @property
@@ -82,6 +87,17 @@ class TorchScheduler:
             if not steps and not skipped:
                 raise self._refused("step() with no training step since it was stepped last")
 
+    def look(self, code: CodeType) -> None:
+        """Raise ConfigError where code that sets an attribute is that of its `step`, which nobody asked for
+        here: a bound method that was taken before this was made goes past `called`."""
+        if not self._ours and code in self._codes:
+            fix = (
+                "call it as scheduler.step(), such as by lambda: scheduler.step(), take scheduler.step after "
+                "initialize(), or leave it out: the engine steps it after each training step"
+            )
+            reason = "the script calls a scheduler.step that it took before initialize()"
+            raise ConfigError([Problem("lr_scheduler", self.name, reason, fix)])
+
     def _step(self, *metric: float) -> None:
         self._ours = True
         try:
@@ -114,9 +130,16 @@ def _asking(plain: type[LRScheduler], leader: weakref.ref[TorchScheduler]) -> ty
         else:
             leads.called(lambda *a, **n: plain.step(self, *a, **n), args, named)
 
+    def setting(self: Any, name: str, value: Any) -> None:
+        leads = leader()
+        if leads is not None and leads.made is self:
+            leads.look(sys._getframe(1).f_code)
+        plain.__setattr__(self, name, value)
+
     def reduced(self: Any, protocol: Any) -> Any:
         found: Any = plain.__reduce_ex__(self, protocol)
         return (plain.__new__, (plain,), *found[2:])
 
     told = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    return type(plain.__name__, (plain,), {**told, "step": step, "__reduce_ex__": reduced, _PLAIN: plain})
+    own = {"step": step, "__setattr__": setting, "__reduce_ex__": reduced, _PLAIN: plain}
+    return type(plain.__name__, (plain,), told | own)

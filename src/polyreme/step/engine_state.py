@@ -245,6 +245,8 @@ def restore(contents: EngineContents, path: Path, strict: bool, weights_only: bo
         try:
             source = _open(each, axis)
             found = _match(contents, source, axis)
+            if not weights_only:
+                collectively(axis, partial(_try_options, contents, source, found))
             alike = isinstance(source, Directory) and not weights_only
             new_states: NewStates = (
                 {update.bucket: update.state.empty() for update in contents.updates} if alike else {}
@@ -341,17 +343,48 @@ def _look(
     return scalars
 
 
+def _states_of(source: Source, name: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the optimizer's states that a source has of a parameter, by their name."""
+    kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
+    return {kind: source.tensors[kind][name].shape for kind in kinds if name in source.tensors[kind]}
+
+
+def _try_options(contents: EngineContents, source: Source, found: load.Match) -> None:
+    """Have each optimizer expect the states that the source has, where it has them by its options: as it was
+    made, as they are now, or as they were saved."""
+    resume: Resume | None = getattr(source, "resume", None)
+    ways = contents.step.progress.options.ways({} if resume is None else resume.state.get("options", {}))
+    for update in contents.updates:
+        there = {
+            slot.name: _states_of(source, found.name_of.get(names[0], "")).keys()
+            for names, slot in contents.placement.named(update.bucket)
+        }
+        update.state.try_options(ways, there)
+
+
+def _left_behind(contents: EngineContents, source: Source, found: load.Match) -> list[str]:
+    """What there is to say of optimizer states of parameters that nothing trains here."""
+    trained = {
+        names[0] for update in contents.updates for names, _ in contents.placement.named(update.bucket)
+    }
+    left = [own for own, name in found.name_of.items() if own not in trained and _states_of(source, name)]
+    if not left:
+        return []
+    return [
+        f"the optimizer states of {named(left)} are left behind, as no group of the optimizer trains it here: "
+        "unfreeze it, or add its group, before load() to have them"
+    ]
+
+
 def _scalars(contents: EngineContents, source: Source, found: load.Match) -> Scalars:
     """The states that are one number of each parameter of which this rank trains elements, if it has states.
     Raises CheckpointError where these are not those of the optimizer."""
-    kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
     scalars: Scalars = {}
     for update in contents.updates:
         mine = {slot.name for slot in update.state.slots()}
         for names, slot in contents.placement.named(update.bucket):
             name = found.name_of.get(names[0], "") if slot.name in mine else ""
-            there = {kind: source.tensors[kind][name].shape for kind in kinds if name in source.tensors[kind]}
-            if not there:
+            if not (there := _states_of(source, name)):
                 continue
             cut, expected = contents.placement.division.shardings[names[0]].cut, update.state.shapes(slot)
             needed = {
@@ -425,7 +458,7 @@ def _take(
             notes += _count_on(contents, source)
         extra = resume.extra if resume else source.extra if isinstance(source, DeepSpeedCheckpoint) else {}
         return Loaded(source.path, {}, extra, notes)
-    notes += _go_on(contents, resume)
+    notes += [*_go_on(contents, resume), *_left_behind(contents, source, found)]
     return Loaded(source.path, resume.state, resume.extra, notes)
 
 

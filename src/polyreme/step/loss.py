@@ -309,7 +309,11 @@ def _scalar(loss: Any) -> Tensor:
             "return a mean loss, or (loss_sum, weight) from loss_fn"
         )
     if loss.grad_fn is None and torch.is_grad_enabled():
-        raise BatchError("the loss does not depend on any trainable parameter (it has no gradient)")
+        raise BatchError(
+            "the loss does not depend on any trainable parameter (it has no gradient): compute it of the "
+            "model's output as it is (not of .detach() or .item()), with gradients on: neither under "
+            "torch.no_grad() nor behind torch.set_grad_enabled(False)"
+        )
     return loss.reshape(()) if loss.dtype.itemsize >= 4 else loss.reshape(()).float()
 
 

@@ -183,6 +183,9 @@ class Training:
     def carry_from(self, old: Training, unchanged: set[int]) -> None:
         """Go on from another training of the same model, released: its weights, states and progress.
         `unchanged` are the ids of parameters that it has, too. All ranks must call."""
+        if len(old.options.groups) == len(self.options.groups):
+            for update in self.updates:  # states that there are by what a script has set go with the rest
+                update.state.try_options([old.options.groups], {})
         carry(old.placement, list(old.updates), self.placement, list(self.updates), unchanged)
         self.step.load_state_dict(old.step.state_dict())
         self.step.written.note()

@@ -322,7 +322,8 @@ def _will_come_to(nodes: Iterable[Any]) -> bool:
 
 _NO_FORWARD = (
     "backward() without a forward of the engine: call engine(...) in the place of the model itself "
-    "(engine.module(...) is no micro-batch), and not under torch.no_grad(). Of several micro-batches, do the "
+    "(engine.module(...) is no micro-batch), with gradients on: not under torch.no_grad(), nor behind a "
+    "torch.set_grad_enabled(False) that is still in force. Of several micro-batches, do the "
     "backward of each before the forward of the next; of "
     "several losses of one, engine.backward(loss, last=False)"
 )

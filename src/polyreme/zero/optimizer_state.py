@@ -5,7 +5,7 @@ were. No communication."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,6 +140,16 @@ class OptimizerState:
             wide = self._wide.get(piece, {}).get(name)
             found[name] = Stored(torch.float32, (size,), fetch) if wide is None else wide
         return found
+
+    def try_options(
+        self, ways: Iterable[Sequence[Mapping[str, Any]]], there: Mapping[str, Collection[str]]
+    ) -> None:
+        """Have what is loaded next be of the first of several options by group with which the parameters have
+        the states that are `there`, by name, where there are any; else of those that they were made with."""
+        for options in (*ways, ()):
+            self._pieces.options = options
+            if all({*there.get(slot.name, ())} in ({*self.shapes(slot)}, set()) for slot in self.slots()):
+                return
 
     def empty(self) -> dict[str, Tensor]:
         """Memory for new states, by name, which may be filled before `loading` is given it: of those with a
@@ -278,9 +288,11 @@ class OptimizerState:
             if key in new_states:
                 found[key] = self._pieces.view(new_states[key], piece.interval)
             elif isinstance(value, Tensor) and value.dim():
-                if piece.tensor is not None:
+                if piece.extent is None or key not in piece.extent.fields:
                     found[key] = torch.zeros(
-                        piece.tensor.shape if flat else value.shape, dtype=value.dtype, device=value.device
+                        (piece.interval.size,) if flat else value.shape,
+                        dtype=value.dtype,
+                        device=value.device,
                     )
             elif isinstance(value, Tensor):
                 found[key] = torch.full_like(value, numbers.get(key, 0.0))

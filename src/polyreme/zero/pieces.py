@@ -6,8 +6,8 @@ depend on the cut. No communication."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -64,7 +64,9 @@ class Pieces:
         self.one_by_one = bucket.device.type == "cpu" or self.offloaded is not None
         """Whether a piece is scaled and updated before the next one is read; else all of a group are at
         once."""
-        self._trials: dict[int, dict[str, Any]] = {}
+        self.options: Sequence[Mapping[str, Any]] = ()
+        """The groups' options in place of those that they were made with, by which there may be states."""
+        self._trials: dict[str, dict[str, Any]] = {}
         if self.offloaded is not None:
             self._pieces = [Piece(extent.interval, extent=extent) for extent in self.offloaded]
         else:
@@ -122,11 +124,16 @@ class Pieces:
     def trial(self, group: int, shape: tuple[int, ...] | None) -> dict[str, Any]:
         """The states of a tensor of `shape` (None: of a flat piece) of a group after one step on zeros."""
         device = torch.device("cpu") if self.offloaded is not None else self.bucket.device
-        if shape is not None:
-            return trial_state(self._groups[group], shape, self.bucket.formats.master, device)
-        if group not in self._trials:
-            self._trials[group] = trial_state(self._groups[group], None, self.bucket.formats.master, device)
-        return self._trials[group]
+        made, own = self._groups[group], self.options[group] if self.options else {}
+        options = {**made.options, **{key: own[key] for key in own if key not in ("params", "fused")}}
+        key = f"{group} {options}"
+        if shape is not None or key not in self._trials:
+            made = replace(made, options=options)
+            found = trial_state(made, shape, self.bucket.formats.master, device)
+            if shape is not None:
+                return found
+            self._trials[key] = found
+        return self._trials[key]
 
     def view(self, numbers: Tensor, interval: GroupInterval, start: int | None = None) -> Tensor:
         """The interval's part of numbers of the bucket's region, or from its element `start` on."""
