@@ -431,6 +431,8 @@ class Engine(ModuleFace):
         a step."""
         if self._training.blocks.in_forward:
             raise ModelError(_IN_FORWARD)
+        if torch.is_grad_enabled() and self._training.blocks.awaits_backward:
+            raise ModelError(_BEFORE_BACKWARD)
         self._take_in_writes()
         placement = self._training.placement
         names = None if among is None else {NAMES[parameter] for parameter in among if parameter in NAMES}
@@ -572,6 +574,12 @@ for _name in ("__init__", "__call__", "train_step", "eval_step", "eval_outputs",
 
 _CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
 _CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"
+_BEFORE_BACKWARD = (
+    "full_parameters() between a forward and its backward: the memory of parameters is gone in the backward, "
+    "which would read it. For a penalty over weights take optimizer.weight_decay, or compute it in the "
+    "model's own forward and return it with the output. Call full_parameters() between steps, or inside of "
+    "torch.no_grad() to look at numbers alone"
+)
 _IN_FORWARD = (
     "full_parameters() inside a forward of the module, from a hook or its own code: parameters come and go "
     "there. Call it before or after the forward; a forward hook of a block may read the parameters of that "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import models
 import polyreme
+import threads
 import training
 from cover import ALL
 from polyreme.errors import ModelError
@@ -308,3 +309,54 @@ def call_a_stage(rank: int, world: int) -> None:
 
 def test_a_stage_is_not_called_as_the_model(ranks: Ranks) -> None:
     ranks(2, call_a_stage)
+
+
+class Penalised(nn.Module):
+    """A model that returns a penalty over its weights beside its output, where it is `own`."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.own, self.net = own, nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        penalty = sum((p.pow(2).sum() for p in self.parameters()), x.new_zeros(())) if self.own else x.sum()
+        return self.net(x), penalty
+
+
+def penalised(rank: int, world: int, way: str) -> Any:
+    """The losses with a penalty in the model's forward, or the error of one in the loss."""
+    model, engines = Penalised(way == "forward"), list[Any]()
+
+    def loss_fn(output: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+        penalty = output[1]
+        if way == "loss":
+            penalty = sum((p.pow(2).sum() for p in model.parameters()), y.new_zeros(()))
+        elif way == "full_parameters":
+            with engines[0].full_parameters() as whole:
+                penalty = sum((p.pow(2).sum() for p in whole.parameters()), y.new_zeros(()))
+        return nn.functional.mse_loss(output[0], y) + 0.01 * penalty
+
+    config = {
+        "batch": {"size": 8},
+        "precision": {"compute": "fp64"},
+        "zero": {"stage": 3, "min_bucket": 0, "persistence_threshold": 0},
+    }
+    engines.append(polyreme.initialize(model, config, loss_fn=loss_fn))
+    draw = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(8, n, generator=draw).double().chunk(world)[rank] for n in (6, 4))
+    try:
+        return [engines[0].train_step((x, y)).loss for _ in range(3)]
+    except ModelError as error:
+        return str(error)
+
+
+def test_a_penalty_over_sharded_weights_names_what_works() -> None:
+    """The memory of whole parameters is gone in the backward, which read it."""
+    assert threads.run(2, penalised, "forward")[0] == pytest.approx(
+        threads.run(1, penalised, "forward")[0], abs=1e-10
+    )
+    for way in ("loss", "full_parameters"):
+        for told in threads.run(2, penalised, way):
+            assert "optimizer.weight_decay" in told and "model's own forward" in told, told
+            assert "between steps" in told

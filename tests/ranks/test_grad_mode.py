@@ -137,12 +137,14 @@ def test_a_loss_without_a_graph_is_refused() -> None:
     with torch.no_grad():
         loss = engine(x).mean()
         gc.collect()  # engines of other tests
-        with pytest.raises(polyreme.BatchError, match="backward\\(\\) without a forward of"):
+        with pytest.raises(
+            polyreme.BatchError, match=r"without a forward of(?s:.*)set_grad_enabled\(False\)"
+        ):
             engine.backward(loss)
     output = engine(x)
     with torch.no_grad():
         loss = output.mean()
-    with pytest.raises(polyreme.BatchError, match="does not depend on any trainable parameter"):
+    with pytest.raises(polyreme.BatchError, match=r"any trainable parameter.*set_grad_enabled\(False\)"):
         engine.backward(loss)
 
 

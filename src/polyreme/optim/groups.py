@@ -351,7 +351,7 @@ def warn_of_unused(section: OptimizerSection, given: object, made: Recipe) -> No
     which `made` is, where they say something else than it has."""
     if given is None or isinstance(given, type) or not made.groups:
         return
-    make, own = made.groups[0].make, "the optimizer that was passed"
+    make = made.groups[0].make
     name = make.func.__name__ if isinstance(make, partial) else ""
     idle = [
         f"optimizer.{key} = {getattr(section, key)!r}"
@@ -364,8 +364,8 @@ def warn_of_unused(section: OptimizerSection, given: object, made: Recipe) -> No
     if idle:
         rates = ", ".join(dict.fromkeys(f"{float(group.options['lr']):g}" for group in made.groups))
         warn(
-            f"{', '.join(idle)} of the config: unused, as {own} ({name}, lr {rates}) has its own options: set "
-            "them there and remove these keys, or pass the optimizer's class to have the config's"
+            f"{', '.join(idle)} of the config: unused, as the optimizer that was passed ({name}, lr {rates}) "
+            "has its own options: set them there and remove these keys, or pass the optimizer's class"
         )
 
 

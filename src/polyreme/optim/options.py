@@ -196,7 +196,7 @@ class Options:
     def ways(self, state: Mapping[str, Any]) -> list[Sequence[Mapping[str, Any]]]:
         """The options by group with which the optimizer may have its states: those that it was made with (an
         empty sequence), those of now, and those that `load_state_dict` of `state` would give."""
-        found: list[Sequence[Mapping[str, Any]]] = [(), self.groups]
+        found: list[Sequence[Mapping[str, Any]]] = [(), [*self.groups]]
         groups, now = state.get("groups", []), [options_of(group) for group in self.groups]
         if len(groups) == len(now):
             saved = Groups(groups, [*state.get("made", ()), *({} for _ in groups)][: len(groups)])

@@ -92,7 +92,7 @@ def take(
         f"{what}, of the optimizer's group {_numbers(at)}: set it after load()" for what, at in told.items()
     ] + [
         f"{OF_CLASS} is {made.now[kept[0]][OF_CLASS]}, as the optimizer was made here, and not "
-        f"{saved.now[kept[0]][OF_CLASS]}, of the optimizer's group {_numbers(kept)}: it was saved with another"
+        f"{saved.now[kept[0]][OF_CLASS]}, of the optimizer's group {_numbers(kept)}: it was saved with others"
         for _ in kept[:1]
     ]
 

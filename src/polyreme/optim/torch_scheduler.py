@@ -10,7 +10,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -30,9 +30,8 @@ class TorchScheduler:
         self._class = getattr(type(made), _PLAIN, type(made))
         self._ours = False  # the call is the engine's
         self._steps = self._skipped = 0  # training steps since the script's last call
-        self._codes = {
-            step.__code__ for cls in self._class.__mro__ if hasattr(step := vars(cls).get("step"), "__code__")
-        }
+        steps = [vars(cls).get("step") for cls in self._class.__mro__]
+        self._codes = {step.__code__ for step in steps if isinstance(step, FunctionType)}
         made.__class__ = _asking(self._class, weakref.ref(self))
 
     @property

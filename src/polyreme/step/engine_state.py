@@ -371,8 +371,8 @@ def _left_behind(contents: EngineContents, source: Source, found: load.Match) ->
     if not left:
         return []
     return [
-        f"the optimizer states of {named(left)} are left behind, as no group of the optimizer trains it here: "
-        "unfreeze it, or add its group, before load() to have them"
+        f"the optimizer states of {named(left)} are left behind, as no group of the optimizer trains "
+        "it here: unfreeze it, or add its group, before load() to have them"
     ]
 
 

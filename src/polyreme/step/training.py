@@ -185,7 +185,7 @@ class Training:
         `unchanged` are the ids of parameters that it has, too. All ranks must call."""
         if len(old.options.groups) == len(self.options.groups):
             for update in self.updates:  # states that there are by what a script has set go with the rest
-                update.state.try_options([old.options.groups], {})
+                update.state.try_options([[*old.options.groups]], {})
         carry(old.placement, list(old.updates), self.placement, list(self.updates), unchanged)
         self.step.load_state_dict(old.step.state_dict())
         self.step.written.note()

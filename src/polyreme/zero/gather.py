@@ -219,6 +219,11 @@ class Blocks:
             self.release_all()
         self._watch([*returned(output), *self._attribute_tensors(self.root)], self.root)
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether forwards of sharded blocks have their backward still to come."""
+        return any(self._trails.values())
+
     def _begin_outer(self, module: nn.Module, args: object) -> None:
         """Begin the forward of a module around blocks. Without gradients it may be called by itself, such as
         an encoder for generation, on every rank. With them it has no step, and its parameters refuse."""

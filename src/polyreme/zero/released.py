@@ -236,9 +236,10 @@ def refuse(what: str, parameter: nn.Parameter) -> NoReturn:
     raise ModelError(
         f"{what} of parameter {NAMES.get(parameter, '?')}, whose "
         "numbers are not in memory between its uses (zero.stage = 3, or "
-        "memory.params elsewhere) or until engine.wake(): do it inside `with engine.full_parameters():` "
-        "(with write=True to change it), which every rank must "
-        "enter; engine.state_dict() gives whole copies of all, and engine.save writes them"
+        "memory.params elsewhere) or until engine.wake(): between steps do it inside "
+        "`with engine.full_parameters():` (with write=True to change it), which every rank must enter; "
+        "engine.state_dict() gives whole copies of all, and engine.save writes them. A penalty over weights "
+        "in a loss is optimizer.weight_decay, or is computed in the model's own forward"
     )
 
 

@@ -68,7 +68,7 @@ class Update:
         extents, from this bucket's on. `count`: steps before this one. `gradient_extents`: an iterator
         likewise over extents of gradients, if they are in files."""
         self.bucket.require("params", "masters", "states")
-        self._pieces.options = options
+        self._pieces.options = [*options]
         grad = self.bucket.gradients.numbers() if self.bucket.gradients.extents is None else None
         absent = [slot for index in unused if (slot := self.bucket.layout.slots[index]).size]
         for slot in absent:
