@@ -360,6 +360,144 @@ def test_a_penalty_over_weights_is_right_over_dp(stage: int) -> None:
         threads.run(2, run, "penalty", {"dp": 2}, "engine", stage)
 
 
+class Middle(nn.Module):
+    """Does `between` to the outputs of its column layer, from `late` forwards on."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], late: int = 1) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.between, self.late, self.number = between, late, nn.Parameter(torch.tensor(0.7))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        hidden = self.up(x)
+        hidden = self.between(hidden) if self.forwards >= self.late else hidden.tanh()
+        return self.down(hidden)  # type: ignore[no-any-return]
+
+
+def heads(hidden: Tensor) -> Tensor:
+    """An attention of heads of 2, of which no plan knows, and which has a matrix for each."""
+    q = hidden.unflatten(-1, (-1, 2)).transpose(0, 1)
+    turned = torch.cat([-q[..., 1:], q[..., :1]], -1)
+    scores = torch.einsum("hqd,hkd->hqk", q + turned, q).softmax(-1)
+    return (scores @ q).transpose(0, 1).reshape(len(hidden), -1)
+
+
+ALONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "linalg_norm": lambda h: h / torch.linalg.norm(h, dim=-1, keepdim=True),
+    "einsum": lambda h: h / torch.einsum("bi,bi->b", h, h)[:, None],
+    "matmul": lambda h: h / (h @ h.mT).diagonal()[:, None],
+    "matmul ": lambda h: h * (h @ torch.ones(h.shape[-1], 1, dtype=h.dtype)),
+    "cdist": lambda h: (-torch.cdist(h, h)).exp() @ h,
+    "cosine_similarity": lambda h: h * F.cosine_similarity(h, torch.ones_like(h), dim=-1)[:, None],
+    "flip": lambda h: h.tanh() * h.flip(-1),
+    "roll": lambda h: h.roll(1, -1),
+    "sort": lambda h: h.sort(-1).values,
+    "__getitem__": lambda h: torch.cat([h[..., :1].tanh(), h[..., 1:]], -1),
+    "median": lambda h: h * (h > h.median(-1, keepdim=True).values),
+    "max_pool1d": lambda h: F.max_pool1d(h[:, None], 3, 1, 1)[:, 0],
+    "group_norm": lambda h: F.group_norm(h, 2),
+    "chunk": lambda h: torch.cat([h.chunk(2, -1)[0].sigmoid(), h.chunk(2, -1)[1]], -1),
+    "cat": lambda h: torch.cat([h.relu(), (-h).relu()], -1)[..., ::2],
+    "softmax": lambda h: h.mT.softmax(0).mT,
+    "softmax ": lambda h: h.unflatten(-1, (-1, 2)).softmax(1).flatten(1),
+}
+RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads": heads,
+    "over samples": lambda h: h.softmax(0) * h.mean(0) + h.flip(0) + h.mT.softmax(-1).mT,
+    "elementwise": lambda h: (
+        torch.where(h > 0, h, 0.1 * h).clamp(max=6) * F.silu(h) / (1 + h.abs()) + h.exp()
+    ),
+    "of a detached one": lambda h: h - h.detach() * 0.5 if torch.isfinite(h).all() else h,
+}
+
+
+def samples(step: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(step)
+    return torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+
+
+def middle(
+    rank: int, world: int, model: Callable[[], nn.Module], loss: Loss, steps: int = 1, first: str = ""
+) -> list[float]:
+    """Losses of steps, or of evaluations that come `first`."""
+    torch.manual_seed(0)
+    made = model().double()
+    config = {
+        "precision": {"compute": "fp64"},
+        "batch": {"size": 4},
+        "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "clip": "none"},
+        "mesh": {"tp": world, "tp_plan": {"up": "colwise", "down": "rowwise"} if world > 1 else {}},
+    }
+    engine = polyreme.initialize(made, config, loss_fn=functools.partial(loss, made))
+    if first:
+        return [engine.eval_step(samples(0)).loss]
+    return [engine.train_step(samples(step)).loss for step in range(steps)]
+
+
+def plainly(model: nn.Module, output: Tensor, wanted: Tensor) -> Tensor:
+    return F.mse_loss(output, wanted)
+
+
+def each_refused(expected: str, *args: Any) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        threads.run(2, middle, *args)
+    errors = failed.value.exceptions.values()
+    assert len(errors) == 2 and all(isinstance(error, ModelError) for error in errors), failed.value
+    assert all(expected in str(error) for error in errors), failed.value
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_what_goes_along_the_divided_dimension_is_refused(name: str) -> None:
+    each_refused(f"{name.strip()} goes along", lambda: Middle(ALONG[name]), plainly)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_works_on_parts_alone_is_let_be(name: str) -> None:
+    args = (lambda: Middle(RIGHT[name]), plainly, 3)
+    torch.testing.assert_close(threads.run(2, middle, *args)[0], middle(0, 1, *args), rtol=1e-10, atol=1e-10)
+
+
+class Later(Middle):
+    """Uses its number on whole activations as well, from the third forward on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x).tanh() * self.number)
+        self.forwards += 1
+        return y * self.number if self.forwards >= 3 else y
+
+
+def test_a_use_that_changes_in_a_later_step_is_found() -> None:
+    each_refused("softmax goes along", lambda: Middle(lambda h: h.softmax(-1), late=3), plainly, 3)
+    each_refused("number: used on activations", lambda: Later(torch.tanh), plainly, 3)
+
+
+def test_the_first_evaluation_is_watched() -> None:
+    each_refused("softmax goes along", lambda: Middle(lambda h: h.softmax(-1)), plainly, 1, "evaluation")
+
+
+def without_gradients(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.up.weight.norm()  # type: ignore[union-attr, operator, no-any-return]
+
+
+READS: dict[str, Callable[[nn.Module], Any]] = {
+    "detach": lambda model: sum(p.detach().pow(2).sum() for p in model.parameters()),
+    "data": lambda model: sum(p.data.pow(2).sum() for p in model.parameters()),
+    "no_grad": without_gradients,
+    "state_dict": lambda model: model.state_dict()["up.weight"].norm(),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_loss_that_reads_a_divided_weight_without_gradients_is_refused(how: str) -> None:
+    def loss(model: nn.Module, output: Tensor, wanted: Tensor) -> Tensor:
+        return F.mse_loss(output, wanted) + 0.01 * READS[how](model)
+
+    each_refused("the loss reads up.weight", lambda: Middle(torch.tanh), loss)
+
+
 def drift(rank: int, world: int, mesh: dict[str, Any], stage: int, name: str, how: str) -> int:
     """Steps until the error of copies that differ; 0 for none."""
     model, loss_of = tiny("tied")

@@ -33,6 +33,11 @@ BITS = 24
 Copies = list[tuple[Bucket, Slot]]
 
 
+def looks(step: int) -> bool:
+    """Whether this step, counted from 1, is one of those that look."""
+    return step <= FIRST or step % EVERY == 0
+
+
 class Replicas:
     """The trained parameters of `placement` of which other ranks have copies."""
 
@@ -58,7 +63,7 @@ class Replicas:
         float64 scalar on the device, which is not waited for. 0 in a step that does not look."""
         self._steps += 1
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        if self._steps <= FIRST or self._steps % EVERY == 0:
+        if looks(self._steps):
             for axis, copies in self._copies:
                 digests = [_digest(bucket, slot) for bucket, slot in copies]
                 if digests:

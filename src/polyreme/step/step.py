@@ -26,6 +26,7 @@ from polyreme.step.loss_graph import refuse_by_frequency
 from polyreme.step.nonfinite import NonFinite
 from polyreme.step.precision import DTYPES, clip_factor, master_dtype
 from polyreme.step.progress import State, TrainingProgress
+from polyreme.step.replicas import looks
 from polyreme.step.totals import Flags, StepSums, power_of_two
 from polyreme.tensor.gradient_states import GradientStates
 from polyreme.zero.bucket import Bucket
@@ -431,6 +432,8 @@ class Step:
         self.progress.advance(samples, tokens, skipped)
         self.written.note()
         self.begin()
+        if self.states is not None and looks(self.state.step + 1):
+            self.states.look_again()
         return StepResult(
             step=self.state.step,
             loss=totals.mean_loss,

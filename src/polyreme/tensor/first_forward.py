@@ -2,11 +2,12 @@
 or along the dimension in which activations are divided. Autograd's graph shows neither of frozen parameters,
 nor before torch itself fails.
 
-Only the first forward is watched, as it takes time. No communication."""
+Only some forwards are watched, as it takes time: see `GradientStates.watching`. No communication."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,24 +18,22 @@ from torch.utils import _pytree as pytree
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models.tensor_access import touching
-from polyreme.tensor.ops import is_divided, mark_divided
+from polyreme.tensor.divided_dimension import follow
+from polyreme.tensor.ops import is_divided
 
-OWN = (None, "detach", "data", "embedding")
-"""What does not compute with a parameter, and look-ups of rows, which are part of a divided embedding."""
-NORMS = ("layer_norm", "rms_norm")
-ALONG = {
-    **dict.fromkeys(("mean", "sum", "prod", "softmax", "log_softmax", "var", "std", "amax", "amin"), 1),
-    **dict.fromkeys(("max", "min", "logsumexp", "cumsum"), 1),
-    **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm", "normalize"), 2),
-}
-"""Operations along a dimension, and which of their arguments says which."""
+OWN = ("embedding",)
+"""Look-ups of rows, which are part of a divided embedding."""
+COPIES = ("detach", "data")
+"""What gives the numbers of a parameter to others without computing with them."""
+BETWEEN = ("torch", "contextlib")
+"""Packages whose functions call others for somebody else."""
 
 
 class Watch(TorchFunctionMode):
     """The context of a forward with `parameters`, of these names and cuts by id.
 
-    Raises ModelError, on all ranks alike. The functions of autograd that divided layers are made of run with
-    gradients off, and are not looked at."""
+    Raises ModelError, on all ranks alike. What this package itself calls with gradients off, as the functions
+    of autograd that divided layers are made of do, is not looked at."""
 
     def __init__(self, parameters: Mapping[int, tuple[str, Cut]]) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and _is_our_own():
             return func(*args, **kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         try:
@@ -52,34 +51,33 @@ class Watch(TorchFunctionMode):
             if not known or "memory" in str(error):
                 raise
             raise ModelError(_FAILED.format(known[0][0], error)) from error
-        if isinstance(result, Tensor) and (name := touching(func)) not in OWN:
+        if (name := touching(func)) is not None and isinstance(result, Tensor | tuple | list):
             for leaf in leaves:
-                path, cut = self._parameters.get(id(leaf), ("", None))
-                if cut is not None and not cut.is_whole:
-                    raise ModelError(WRONG + READ.format(path))
-                if is_divided(leaf):
-                    self._on_divided(str(name), leaf, args, kwargs, result)
+                self._on(func, name, leaf, args, kwargs, result)
         return result
 
-    def _on_divided(self, name: str, part: Tensor, args: Sequence[Any], kwargs: Any, result: Tensor) -> None:
-        """An operation on what column layers returned: what has its shape is divided alike."""
-        first = args[0] if args else kwargs.get("input")
-        if part is first and _is_along_last(name, part, args, kwargs):
+    def _on(self, func: Any, name: str, leaf: Tensor, args: Any, kwargs: Any, result: Any) -> None:
+        """A function got `leaf`."""
+        path, cut = self._parameters.get(id(leaf), ("", None))
+        read = getattr(leaf, "_read_of", path if cut is not None and not cut.is_whole else None)
+        if read is not None and name in COPIES:
+            if isinstance(result, Tensor) and not _is_our_own():
+                result._read_of = read  # type: ignore[attr-defined]
+        elif read is not None and name not in OWN:
+            raise ModelError(WRONG + READ.format(read))
+        if name not in OWN and is_divided(leaf) and follow(func, name, leaf, args, kwargs, result):
             raise ModelError(WRONG + _ALONG.format(name))
-        if result.shape == part.shape:
-            mark_divided(result)
 
 
-def _is_along_last(name: str, part: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if name in NORMS or (at := ALONG.get(name)) is None:
-        return name in NORMS
-    default = 1 if name == "normalize" else None
-    dims = kwargs.get("dim", args[at] if len(args) > at else default)
-    if isinstance(dims, Tensor):  # the greater of two
-        return False
-    if dims is None or isinstance(dims, bool):
-        return True
-    return any(dim % part.dim() == part.dim() - 1 for dim in ([dims] if isinstance(dims, int) else dims))
+def _is_our_own() -> bool:
+    """Whether this package called the function of torch that is looked at, for no other's sake."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_globals.get("__name__", "")
+        if caller != __name__ and caller.split(".")[0] not in BETWEEN and frame.f_code.co_name not in COPIES:
+            return bool(caller.startswith("polyreme."))
+        frame = frame.f_back
+    return False
 
 
 def _of(tensor: Tensor) -> int:

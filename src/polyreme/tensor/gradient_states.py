@@ -4,8 +4,8 @@ from autograd's graph before the first backward; what is neither is refused.
 Invariant: after a backward every parameter has the gradient that the undivided model would have given it, or
 this rank's part of that where it is divided. The gradient of the loss is whole; functions that communicate
 declare what they make of it (`states`), and all others pass it on. Of a parameter that is whole on every rank
-and gets parts, these are summed. The graph is followed once for each pipeline stage, and again where a
-parameter gets its first gradient later.
+and gets parts, these are summed. The graph is followed once for each pipeline stage in the steps that look
+(`look_again`), and where a parameter gets its first gradient later.
 
 Communication: an all-reduce for each such sum, in the order of backward, which is the same on every rank."""
 
@@ -47,7 +47,8 @@ class GradientStates:
         self.summed: set[Tensor] = set()
         """Parameters whose gradients are summed when autograd gives them."""
         self._seen: dict[Tensor, State] = {}
-        self._followed: set[int] = set()  # stages
+        self._followed: set[int] = set()  # stages, since the last `look_again`
+        self._evaluated = False
         self._roots: list[tuple[Any, State]] = []  # of the backward under way, while some are not known
         self._unknown: dict[Tensor, RemovableHandle] = {}
         with torch._C.DisableTorchFunctionSubclass():  # of parameters that are released
@@ -59,10 +60,17 @@ class GradientStates:
         self._hooks: list[RemovableHandle] = []
 
     def watching(self) -> AbstractContextManager[Any]:
-        """The context of a forward and its loss, until a graph was followed: see `Watch`."""
-        if self._followed or not torch.is_grad_enabled():
+        """The context of a forward and its loss, until a graph was followed, and of the first evaluation: see
+        `Watch`."""
+        evaluates = not torch.is_grad_enabled()
+        if self._evaluated if evaluates else self._followed:
             return nullcontext()
+        self._evaluated |= evaluates
         return Watch({id(p): known for p, known in self._parameters.items()})
+
+    def look_again(self) -> None:
+        """Watch the next forward and follow the next graph, as the first ones: uses may have changed."""
+        self._followed.clear()
 
     def close(self) -> None:
         """Take all hooks off."""
@@ -82,11 +90,9 @@ class GradientStates:
             return
         state = WHOLE if loss or self.between is None else self.between
         self._roots = [(root.grad_fn, state) for root in roots if root.grad_fn is not None]
-        if (stage not in self._followed or current() is not None) and self._roots:
-            count = len(self._unknown)
-            self._take()
-            if len(self._unknown) < count:  # else it is of others
-                self._followed.add(stage)
+        again = stage not in self._followed or current() is not None
+        if again and self._roots and self._take().knows(self._parameters):  # else it is of others
+            self._followed.add(stage)
 
     def end(self) -> None:
         """Forget the backward that is under way."""
@@ -94,7 +100,7 @@ class GradientStates:
 
     def first_gradient(self, parameter: nn.Parameter, grads: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
         """The gradient of a parameter that had none in the graphs that were followed, put right."""
-        undone = self._take()
+        undone = self._take().undone
         if parameter in self._unknown or undone:
             name = self._parameters[parameter][0]
             raise ModelError(
@@ -103,8 +109,8 @@ class GradientStates:
             )
         return self._sum(grads) if parameter in self.summed else None
 
-    def _take(self) -> bool:
-        """Follow the graph. Returns whether sums of gradients turned out to be none."""
+    def _take(self) -> Graph:
+        """Follow the graph."""
         graph = Graph(self._roots)
         problems = [self._misused(*each) for each in graph.misused]
         read, mixed = [], []
@@ -124,7 +130,7 @@ class GradientStates:
         problems += [_MIXED.format(named(mixed, SHOWN))] * (bool(mixed) and not problems)
         if problems:
             raise ModelError(WRONG + "\n  - ".join(dict.fromkeys(problems[:SHOWN])))
-        return graph.undone
+        return graph
 
     def _settle(self, parameter: nn.Parameter, sums: bool) -> None:
         """The state of a parameter's gradient is known."""
@@ -178,6 +184,10 @@ class Graph:
                 self.leaves[at[0]] = now
             else:
                 todo += self._below(*at, now)
+
+    def knows(self, parameters: Mapping[nn.Parameter, Any]) -> bool:
+        """Whether there are leaves that are `parameters`."""
+        return any(node.variable in parameters for node in self.leaves)
 
     def _below(self, node: Any, output: int, state: State) -> Iterator[tuple[tuple[Any, int], State]]:
         """Its inputs, and the states of their gradients."""

@@ -189,7 +189,11 @@ class Columns:
         if self._entered is not None and self._entered[0] is x:
             full, x = self._entered
             sequence = True
-        return ops.columns(self._site.axis, x, weights, biases, shapes, sequence, full)  # type: ignore[arg-type]
+        found = ops.columns(self._site.axis, x, weights, biases, shapes, sequence, full)  # type: ignore[arg-type]
+        for i, each in zip(members, found, strict=True):
+            if not self._styles[i].sections and ops.is_divided(each):
+                ops.mark_divided(each, ops.Divided(each.dim() - 1, followed=True))
+        return found
 
 
 def install_row(site: Site, module: nn.Module, style: Row, sequence: bool) -> None:

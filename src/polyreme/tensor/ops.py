@@ -49,14 +49,29 @@ def refuse_outside(numbers: Tensor, stop: int, message: str) -> None:
         raise BatchError(message.format(int(low if low < 0 else high)))
 
 
-def mark_divided(part: Tensor) -> None:
-    """Make `part` one of activations of which each rank has a part of the last dimension."""
-    part._is_divided = True  # type: ignore[attr-defined]
+@dataclass(frozen=True)
+class Divided:
+    """Of which dimension each rank has a part. followed: the dimension is the one of a column layer without
+    heads or sections, and known wherever it goes; else it is the last one. split: it was made several."""
+
+    dim: int
+    followed: bool = False
+    split: bool = False
+
+
+def mark_divided(part: Tensor, mark: Divided | None = None) -> None:
+    """Make `part` one of activations of which each rank has a part, by default of the last dimension."""
+    part._divided = Divided(part.dim() - 1) if mark is None else mark  # type: ignore[attr-defined]
 
 
 def is_divided(tensor: Tensor) -> bool:
     """Whether `mark_divided` marked it."""
-    return hasattr(tensor, "_is_divided")
+    return hasattr(tensor, "_divided")
+
+
+def divided(tensor: Tensor) -> Divided:
+    """The mark of a tensor that has one."""
+    return tensor._divided  # type: ignore[attr-defined]
 
 
 def sequence_dim(hidden: Tensor) -> int:

@@ -356,6 +356,8 @@ def _columns(
             outputs = linear_sizes(modules[name])[1]
             if style_names[name] == "packed_colwise":
                 plan.styles[name] = Column(((outputs // 2, plan.ways),) * 2)
+            elif style_names[name] == "interleaved_colwise":
+                plan.styles[name] = Column(((outputs, plan.ways),))
             packed = style_names[name] in ("packed_colwise", "interleaved_colwise")
             if outputs % (plan.ways * (1 + packed)):
                 yield Problem(name, f"its {outputs} outputs cannot be divided evenly over {plan.ways} ranks")
