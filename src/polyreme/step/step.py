@@ -431,9 +431,7 @@ class Step:
         samples, tokens = int(totals.samples), int(totals.tokens)
         self.progress.advance(samples, tokens, skipped)
         self.written.note()
-        self.begin()
-        if self.states is not None and looks(self.state.step + 1):
-            self.states.look_again()
+        _begin_next(self)
         return StepResult(
             step=self.state.step,
             loss=totals.mean_loss,
@@ -475,6 +473,13 @@ def _unused(buckets: Sequence[Bucket], sums: StepSums) -> dict[Bucket, set[int]]
     return {
         b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in buckets
     }
+
+
+def _begin_next(step: Step) -> None:
+    """Begin the next step, which may be one that looks at how parameters are used."""
+    step.begin()
+    if step.states is not None and looks(step.state.step + 1):
+        step.states.look_again()
 
 
 def _look_at(step: Step, roots: Sequence[Tensor]) -> None:
