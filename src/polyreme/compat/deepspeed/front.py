@@ -184,6 +184,14 @@ def _warn_of_format(model: nn.Module, translation: Translation) -> None:
     log_dist(text, ranks=[0], level=logging.WARNING)
 
 
+def _counting(settings: dict[str, Any], given: Any) -> dict[str, Any]:
+    """`settings` without what counts for nothing beside an optimizer that is made already."""
+    if given is None or isinstance(given, type):
+        return settings
+    own = {key: value for key, value in settings["optimizer"].items() if key in ("clip", "unused", "states")}
+    return {**settings, "optimizer": own}
+
+
 def _plain(
     model: nn.Module, translation: Translation, optimizer: Any, parameters: Any, mpu: Any
 ) -> DeepSpeedEngine:
@@ -195,7 +203,7 @@ def _plain(
         settings["zero"] = {**settings["zero"], "keep": leaves}
     if made is torch.optim.Muon:
         settings["optimizer"] = {**settings["optimizer"], "matrices": _matrices(model)}
-    engine = polyreme.initialize(model, settings, optimizer=_of_engine(made))
+    engine = polyreme.initialize(model, _counting(settings, _of_engine(made)), optimizer=_of_engine(made))
     return DeepSpeedEngine(engine, translation, made, mpu=mpu)
 
 
@@ -214,7 +222,10 @@ def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: An
     if isinstance(made, Optimizer) and model.num_stages > 1:
         complete(made, model)
     engine = polyreme.initialize(
-        model.sequence, BUFFERS | translation.config, optimizer=_of_engine(made), loss_fn=model.loss_fn
+        model.sequence,
+        _counting(BUFFERS | translation.config, _of_engine(made)),
+        optimizer=_of_engine(made),
+        loss_fn=model.loss_fn,
     )
     return PipelineEngine(engine, translation, made, model=model)
 
