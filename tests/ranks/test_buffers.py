@@ -278,9 +278,7 @@ class Divided(nn.Module):
 def test_a_scale_of_divided_activations_is_refused() -> None:
     mesh = {"tp": 2, "tp_plan": {"blocks.*.0.up": "colwise", "blocks.*.0.down": "rowwise"}}
     for way in ("error", "average"):
-        with pytest.raises(
-            threads.RanksFailed, match=r"scale of Divided differently on each rank of mesh\.tp"
-        ):
+        with pytest.raises(threads.RanksFailed, match=r"mesh\.tp"):
             threads.run(2, trained, Divided, 1, {"mesh": mesh, "buffers": way})
 
 
