@@ -20,6 +20,7 @@ from examples import ALL
 from pool import Ranks
 
 DURATIONS = Path(__file__).with_name("durations.json")
+LONG = Path(__file__).with_name("durations_all_cases.json")
 TIME_LIMIT = 300  # seconds; it only matters where something hangs
 # A busy machine is no failure.
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,8 +48,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fail-above", type=float, metavar="SECONDS", help="fail if the whole run takes longer than that"
     )
     parser.addoption(
-        "--write-durations", action="store_true", help=f"note the seconds of each file in {DURATIONS.name}"
+        "--write-durations",
+        action="store_true",
+        help=f"note the seconds of each file in {DURATIONS.name} ({LONG.name} with --all-cases)",
     )
+    parser.addoption(
+        "--part", type=_part, metavar="K/N", help="run part K of N of the files, about as long as each other"
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, parts = map(int, text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError
+    return part, parts
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,13 +71,28 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Times(config), "times")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _durations(config: pytest.Config) -> Path:
+    return LONG if config.getoption("all_cases") else DURATIONS
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the longest files first, so that no worker ends long after the other."""
-    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+    known = _durations(config)
+    seconds = json.loads(known.read_text()) if known.exists() else {}
+    files = {file: -seconds.get(file, 0.0) for file in sorted({_file(item) for item in items})}
+    if (chosen := config.getoption("part")) is not None:
+        part, parts = chosen
+        dealt = set(sorted(files, key=lambda file: files[file])[part - 1 :: parts])
+        config.hook.pytest_deselected(items=[item for item in items if _file(item) not in dealt])
+        items[:] = [item for item in items if _file(item) in dealt]
+    items.sort(key=lambda item: files[_file(item)])
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIME_LIMIT))
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 class Times:
@@ -82,8 +110,10 @@ class Times:
         if limit is not None and time.monotonic() - self._began > limit and not session.exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self._config.getoption("write_durations"):
-            rounded = {file: round(each, 1) for file, each in sorted(self._seconds.items()) if each >= 1}
-            DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
+            file = _durations(self._config)
+            before = json.loads(file.read_text()) if self._config.getoption("part") and file.exists() else {}
+            rounded = {name: round(each, 1) for name, each in self._seconds.items() if each >= 1}
+            file.write_text(json.dumps(before | rounded, indent=1, sort_keys=True) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         took, limit = time.monotonic() - self._began, self._config.getoption("fail_above")
@@ -92,6 +122,9 @@ class Times:
             terminalreporter.section("slowest files")
             for file, seconds in slowest:
                 terminalreporter.write_line(f"{seconds:6.1f} s  {file}")
+        if self._config.getoption("part"):
+            terminalreporter.section("files of this part")
+            terminalreporter.write_line(" ".join(sorted(self._seconds)))
         terminalreporter.write_line(f"{took:.0f} s in all")
         if limit is not None and took > limit:
             terminalreporter.write_line(f"FAILED: that is more than {limit:g} s")
