@@ -3,6 +3,7 @@ in float64 to 1e-10, or an error that names the parameter; and replicas that are
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -345,7 +346,8 @@ def test_a_model_trains_as_on_one_process_or_is_refused(case: str, mesh: str) ->
 @pytest.mark.parametrize(
     ("case", "loop"),
     [("prelu", "loss.backward"), ("both", "engine.backward"), ("reading the head", "loss.backward"),
-     ("penalty", "engine.backward"), ("soft cap", "engine.backward")],
+     ("penalty", "engine.backward"), ("soft cap", "engine.backward"), ("chunked", "engine.backward"),
+     ("by the head", "loss.backward")],
 )  # fmt: skip
 def test_a_loop_of_the_users_own_does_the_same(case: str, loop: str) -> None:
     check(case, "tp", loop)
@@ -468,9 +470,49 @@ class Later(Middle):
         return y * self.number if self.forwards >= 3 else y
 
 
+class Branch(Middle):
+    """Uses its number on whole activations as well, from the sixth forward on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x).tanh() * self.number)
+        self.forwards += 1
+        return y * self.number if self.forwards >= 6 else y
+
+
 def test_a_use_that_changes_in_a_later_step_is_found() -> None:
     each_refused("softmax goes along", lambda: Middle(lambda h: h.softmax(-1), late=3), plainly, 3)
     each_refused("number: used on activations", lambda: Later(torch.tanh), plainly, 3)
+
+
+def counting(rank: int, world: int, model: Callable[[], nn.Module], loss: Loss) -> int:
+    """Steps until an error."""
+    done = 0
+
+    def counted(*args: Any) -> Tensor:
+        nonlocal done
+        done += 1
+        return loss(*args, done)
+
+    with contextlib.suppress(ModelError):
+        middle(rank, world, model, counted, 9)
+    return done
+
+
+def without_step(model: nn.Module, output: Tensor, wanted: Tensor, step: int) -> Tensor:
+    return F.mse_loss(output, wanted)
+
+
+def late_penalty(model: nn.Module, output: Tensor, wanted: Tensor, step: int) -> Tensor:
+    loss = F.mse_loss(output, wanted)
+    return loss if step < 6 else loss + 0.01 * model.up.weight.detach().pow(2).sum()  # type: ignore[union-attr, operator]
+
+
+def test_a_use_that_changes_between_two_looks_is_found_at_once() -> None:
+    assert threads.run(2, counting, lambda: Branch(torch.tanh), without_step) == [6, 6]
+    assert threads.run(2, counting, lambda: Middle(torch.tanh), late_penalty) == [6, 6]
+    # the forward itself is watched one step later
+    along = lambda: Middle(lambda h: h + h.softmax(-1), late=6)  # noqa: E731
+    assert threads.run(2, counting, along, without_step) == [6, 6]
 
 
 def test_the_first_evaluation_is_watched() -> None:
@@ -496,6 +538,47 @@ def test_a_loss_that_reads_a_divided_weight_without_gradients_is_refused(how: st
         return F.mse_loss(output, wanted) + 0.01 * READS[how](model)
 
     each_refused("the loss reads up.weight", lambda: Middle(torch.tanh), loss)
+
+
+def in_own_loop(rank: int, world: int, read: Callable[[Any], Any], stage: int = 2) -> list[float]:
+    """Losses of steps whose penalty is what `read` gives of the engine, or of the model of one process."""
+    torch.manual_seed(0)
+    model = Middle(torch.tanh).double()
+    config = {
+        "precision": {"compute": "fp64"},
+        "batch": {"size": 4},
+        "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "clip": "none"},
+        "zero": {"stage": stage},
+        "mesh": {"tp": world, "tp_plan": {"up": "colwise", "down": "rowwise"} if world > 1 else {}},
+    }
+    engine = polyreme.initialize(model, config)
+    losses = []
+    for step in range(6):
+        x, wanted = samples(step)
+        loss = F.mse_loss(engine(x), wanted)
+        if step >= 4:
+            loss = loss + 0.01 * read(engine)
+        engine.backward(loss)
+        engine.module.up.weight.detach().norm()  # this rank's part, to be logged
+        losses.append(engine.step().loss)
+    return losses
+
+
+def of_whole(engine: Any) -> Any:
+    return sum(weight.pow(2).sum() for weight in engine.state_dict().values())
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_penalty_in_a_loop_of_the_users_own_is_refused_without_gradients(how: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        threads.run(2, in_own_loop, lambda engine: READS[how](engine.module))
+    errors = failed.value.exceptions.values()
+    assert len(errors) == 2 and all("reads up.weight" in str(error) for error in errors), failed.value
+
+
+def test_a_penalty_of_whole_copies_has_the_value_of_one_process() -> None:
+    alone = in_own_loop(0, 1, of_whole)
+    torch.testing.assert_close(threads.run(2, in_own_loop, of_whole)[0], alone, rtol=1e-10, atol=1e-10)
 
 
 def drift(rank: int, world: int, mesh: dict[str, Any], stage: int, name: str, how: str) -> int:

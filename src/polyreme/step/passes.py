@@ -105,9 +105,7 @@ class Passes:
         totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
 
         def add(micro_batch: MicroBatch, output: Any) -> None:
-            loss_sum, weight = self._objective.loss(
-                output, micro_batch.batch, None if micro_batch.samples else 0
-            )
+            loss_sum, weight = self._loss(output, micro_batch.batch, None if micro_batch.samples else 0)
             totals.add_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
 
         self._look(model, batch, add)
@@ -180,7 +178,7 @@ class Passes:
             with self._activations.measured(), self.autocast():
                 looked = self._looked or self._objective.is_own
                 with nullcontext() if looked else shown(self._objective.model, not self._config.compile):
-                    losses[i] = self._objective.loss(output, micro_batches[i].batch, weights[i])
+                    losses[i] = self._loss(output, micro_batches[i].batch, weights[i])
                 self._look_at(output, *losses[i])
             self._activations.end_microbatch()
 
@@ -194,6 +192,12 @@ class Passes:
             update=update,
         )
         self._runner.run(self._pipeline.row, calls, [_shapes(each.batch) for each in micro_batches])
+
+    def _loss(self, output: Any, batch: Any, weight: float | None) -> tuple[Tensor, float]:
+        """The loss of a micro-batch, in which divided parameters are not read."""
+        states = self.step.states
+        with nullcontext() if states is None or self._objective.is_own else states.parts:
+            return self._objective.loss(output, batch, weight)
 
     def _look_at(self, output: Any, loss: Tensor, weight: float) -> None:
         """Refuse, once, a loss that the stages of a pipeline cannot compute."""

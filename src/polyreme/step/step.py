@@ -478,8 +478,10 @@ def _unused(buckets: Sequence[Bucket], sums: StepSums) -> dict[Bucket, set[int]]
 def _begin_next(step: Step) -> None:
     """Begin the next step, which may be one that looks at how parameters are used."""
     step.begin()
-    if step.states is not None and looks(step.state.step + 1):
-        step.states.look_again()
+    if step.states is not None:
+        step.states.parts.allow()
+        if looks(step.state.step + 1):
+            step.states.look_again()
 
 
 def _look_at(step: Step, roots: Sequence[Tensor]) -> None:

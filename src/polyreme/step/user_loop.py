@@ -114,6 +114,8 @@ class Loop:
     def follow(self, roots: Sequence[Tensor]) -> None:
         """See `Listener`."""
         states, inside = self._step.states, torch._C._current_graph_task_id() != -1  # of a checkpoint's own
+        if states is not None and not inside:
+            states.parts.allow()
         if states is not None and states.between is None and current() is None and not inside:
             states.follow(roots) if roots else states.end()
 
@@ -134,6 +136,8 @@ class Loop:
             return
         self._last, self._aside = (forward, output), False
         self._waiting[forward] = None
+        if self._step.states is not None:
+            self._step.states.parts.refuse()
         arrived = partial(_arrived, weakref.ref(self), forward)
         for tensor in returned(output):
             if tensor.grad_fn is not None:
@@ -253,6 +257,8 @@ class Loop:
     def called(self) -> None:
         """Take note of a call of the module, the engine's or the user's."""
         self._aside = self._aside or torch.is_grad_enabled()
+        if self._step.states is not None:
+            self._step.states.parts.allow()
 
     def arrived(self, forward: Forward) -> None:
         """Take note of a backward that has come to the output of a forward."""

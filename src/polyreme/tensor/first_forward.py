@@ -1,11 +1,13 @@
-"""Watches a forward for what takes a part for the whole: operations on divided parameters past their layers,
-or along the dimension in which activations are divided. Autograd's graph shows neither of frozen parameters,
-nor before torch itself fails.
+"""Watches for what takes a part for the whole: operations on divided parameters past their layers, or along
+the dimension in which activations are divided. Autograd's graph shows neither of frozen parameters, nor
+before torch itself fails.
 
-Only some forwards are watched, as it takes time: see `GradientStates.watching`. No communication."""
+Only some forwards are watched, as it takes time: see `GradientStates.watching`. Between a forward and its
+backward divided parameters refuse to be read, at every step: see `Parts`. No communication."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
@@ -27,6 +30,10 @@ COPIES = ("detach", "data")
 """What gives the numbers of a parameter to others without computing with them."""
 BETWEEN = ("torch", "contextlib")
 """Packages whose functions call others for somebody else."""
+METHODS = (__name__, "polyreme.zero.parameter", "polyreme.zero.released")
+"""Modules whose functions are methods of parameters, called by somebody else."""
+_NAMES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""Of the parameters of all `Parts`."""
 
 
 class Watch(TorchFunctionMode):
@@ -69,12 +76,58 @@ class Watch(TorchFunctionMode):
             raise ModelError(WRONG + _ALONG.format(name))
 
 
+class Part(nn.Parameter):
+    """Of the class of a divided parameter while its layer alone may use it: whatever else needs its numbers
+    raises ModelError."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := touching(func)) is not None and name not in OWN and not _is_our_own():
+            leaves = pytree.tree_leaves((args, kwargs))
+            raise ModelError(WRONG + READ.format(_NAMES[next(p for p in leaves if isinstance(p, Part))]))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@functools.cache
+def _refusing(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """A class of parameters that are a `Part`, and of this one otherwise."""
+    return type(kind.__name__, (Part, kind), {"_plain": kind})
+
+
+class Parts:
+    """The divided ones of parameters, of these names and cuts. As a context: their layers alone use them."""
+
+    def __init__(self, parameters: Mapping[nn.Parameter, tuple[str, Cut]]) -> None:
+        self._divided = [p for p, (_, cut) in parameters.items() if not cut.is_whole]
+        _NAMES.update((p, parameters[p][0]) for p in self._divided)
+        self._refused = False
+
+    def refuse(self) -> None:
+        """Let none but their layers use them."""
+        self._refused = True
+        for parameter in self._divided:
+            parameter.__class__ = _refusing(_plain(type(parameter)))
+
+    def allow(self, *_: object) -> None:
+        """Let all use them again."""
+        for parameter in self._divided if self._refused else ():
+            parameter.__class__ = _plain(type(parameter))
+        self._refused = False
+
+    __enter__, __exit__ = refuse, allow
+
+
+def _plain(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """What `_refusing` was given; or the class that ZeRO has given the parameter meanwhile."""
+    return getattr(kind, "_plain", kind)
+
+
 def _is_our_own() -> bool:
     """Whether this package called the function of torch that is looked at, for no other's sake."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         caller = frame.f_globals.get("__name__", "")
-        if caller != __name__ and caller.split(".")[0] not in BETWEEN and frame.f_code.co_name not in COPIES:
+        if caller not in METHODS and caller.split(".")[0] not in BETWEEN:
             return bool(caller.startswith("polyreme."))
         frame = frame.f_back
     return False
@@ -92,7 +145,9 @@ WRONG = "tensor parallelism (mesh.tp) would train this model wrong:\n  - "
 READ = (
     "the loss reads {0}, of which each rank has a part, past the layer that it belongs to, so its value "
     "would be that of a part: for a penalty over weights use optimizer.weight_decay; for a cross entropy in "
-    'pieces call the layer, as in model.lm_head(hidden), or write mesh.tp_plan with "replicate" for it'
+    'pieces call the layer, as in model.lm_head(hidden), or write mesh.tp_plan with "replicate" for it. '
+    "engine.state_dict(), which every rank must call, has whole copies; what is to be seen of a part alone, "
+    "read before the forward or after the backward"
 )
 _ALONG = (
     "{0} goes along the dimension in which the outputs of a column layer are divided, and would see one "

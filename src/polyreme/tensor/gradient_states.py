@@ -26,13 +26,15 @@ from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError, named
 from polyreme.layout.bucket_layout import Cut
 from polyreme.pipeline.weight_gradients import current
-from polyreme.tensor.first_forward import READ, WRONG, Watch
+from polyreme.tensor.first_forward import READ, WRONG, Parts, Watch
 from polyreme.tensor.states import PART, WHOLE, State
 
 COMMUNICATE = ("polyreme.tensor.", "torch.distributed.")
 """Beginnings of the modules whose functions have to declare what they make of a gradient."""
 SHOWN = 5
 """Parameters that an error lists."""
+SIZES = 32
+"""Sizes of graphs of which each is followed once; a model that has more has another in every batch."""
 
 
 class GradientStates:
@@ -46,8 +48,11 @@ class GradientStates:
         self._axis, self._parameters, self.between = axis, parameters, between
         self.summed: set[Tensor] = set()
         """Parameters whose gradients are summed when autograd gives them."""
+        self.parts = Parts(parameters)
         self._seen: dict[Tensor, State] = {}
         self._followed: set[int] = set()  # stages, since the last `look_again`
+        self._sizes: set[int] = set()  # of the graphs that were followed
+        self._last = 0  # number of autograd's of the root of the last one
         self._evaluated = False
         self._roots: list[tuple[Any, State]] = []  # of the backward under way, while some are not known
         self._unknown: dict[Tensor, RemovableHandle] = {}
@@ -74,6 +79,7 @@ class GradientStates:
 
     def close(self) -> None:
         """Take all hooks off."""
+        self.parts.allow()
         for handle in (*self._unknown.values(), *self._hooks):
             handle.remove()
         self._unknown.clear()
@@ -86,13 +92,24 @@ class GradientStates:
 
         Raises ModelError, on all ranks of the axis alike, for what is computed with a gradient that is
         neither whole nor a part."""
-        if not self._unknown and stage in self._followed:
+        other = self._differs(roots := [*roots])
+        if not self._unknown and stage in self._followed and not other:
             return
         state = WHOLE if loss or self.between is None else self.between
         self._roots = [(root.grad_fn, state) for root in roots if root.grad_fn is not None]
-        again = stage not in self._followed or current() is not None
+        again = stage not in self._followed or other or current() is not None
         if again and self._roots and self._take().knows(self._parameters):  # else it is of others
-            self._followed.add(stage)
+            # the next forward is watched, too, where another one was not
+            (self._followed.discard if other else self._followed.add)(stage)
+
+    def _differs(self, roots: Sequence[Tensor]) -> bool:
+        """Whether more or fewer operations than ever were recorded since the last backward: autograd numbers
+        them, in each thread."""
+        last = max((t.grad_fn._sequence_nr() for t in roots if t.grad_fn is not None), default=self._last)
+        size, self._last = last - self._last, last
+        differs = size < last and size not in self._sizes and len(self._sizes) < SIZES
+        self._sizes.add(size)
+        return differs
 
     def end(self) -> None:
         """Forget the backward that is under way."""
