@@ -102,11 +102,20 @@ class TrainedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        # torch.compile asks whether there is one of each tensor that it meets
-        traced = TracingContext.try_get() is not None
-        if not in_backward() and not traced and is_pending(self):
-            _READINGS.get(self, OURS).answer(self, sys._getframe(1).f_globals.get("__name__", ""))
         gradient: Tensor | None = OWN_GRAD.__get__(self)
+        # torch.compile asks whether there is one of each tensor that it meets
+        if in_backward() or TracingContext.try_get() is not None:
+            return gradient
+        owner: Owner | None = _OWNERS.get(self, _nobody)()
+        reading, caller = _READINGS.get(self, OURS), sys._getframe(1).f_globals.get("__name__", "")
+        if owner is not None and owner.begun:
+            reading.answer(self, caller)
+        elif owner is not None and caller == "torch.nn.utils.clip_grad" and not owner.given:
+            raise ModelError(
+                f"there is no gradient of {NAMES.get(self, '?')} to clip, as no backward has come since the "
+                "last step: call engine.backward(loss) before. Between backward and step the engine keeps "
+                f"gradients in its buckets: {reading.instead}"
+            )
         return gradient
 
     @grad.setter
