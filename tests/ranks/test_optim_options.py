@@ -362,6 +362,44 @@ def test_states_that_came_with_an_option_come_back(
             assert found[0] == pytest.approx(reference, abs=1e-10)
 
 
+def momentum_for_a_time(
+    rank: int, world: int, way: str, section: dict[str, Any], folder: Path
+) -> list[float]:
+    """Losses of a run that a script gives momentum for two of its steps, begun anew before each change."""
+    losses: list[float] = []
+    for turn, momentum in enumerate((0.0, 0.5, 0.0, 0.5)):
+        model = network()
+        own = torch.optim.SGD(model.parameters(), lr=0.1) if way == "own" else None
+        config = {"batch": {"size": 8}, "precision": {"compute": "fp64"}, **section}
+        config["optimizer"] = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "momentum": 0.0, "clip": "none"}
+        engine = polyreme.initialize(model, config, optimizer=own, loss_fn=F.mse_loss)
+        if turn:
+            assert engine.load(folder / str(turn)).notes == []
+        set_momentum(engine, momentum)
+        losses += [engine.train_step(batch(rank, world, 2 * turn + i)).loss for i in range(2)]
+        engine.save(folder / str(turn + 1))
+        engine.close()
+    return losses
+
+
+@pytest.mark.parametrize("way", ["own", "config's"])
+def test_states_of_an_option_that_was_set_for_a_time_come_back(way: str, tmp_path: Path) -> None:
+    reference, model = [], network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        plain.param_groups[0]["momentum"] = (0.0, 0.5)[step // 2 % 2]
+        x, y = batch(0, 1, step)
+        plain.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        plain.step()
+        reference.append(loss.item())
+    for section in ({"zero": {"stage": 3}}, {"memory": {"states": "host"}}):
+        folder = tmp_path / next(iter(section))
+        for losses in threads.run(2, momentum_for_a_time, way, section, folder):
+            assert losses == pytest.approx(reference, abs=1e-10), section
+
+
 def test_a_weight_decay_of_another_class_is_not_taken_over(tmp_path: Path) -> None:
     """AdamW is Adam with an option, which would make one of the other."""
 

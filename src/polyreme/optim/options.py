@@ -21,6 +21,8 @@ from polyreme.optim.torch_scheduler import TorchScheduler
 
 Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 """A torch scheduler, or what builds one on an optimizer."""
+SWITCHES = ("momentum", "amsgrad", "centered")
+"""Options of torch's optimizers without which they have one state less."""
 
 
 class Options:
@@ -195,13 +197,16 @@ class Options:
 
     def ways(self, state: Mapping[str, Any]) -> list[Sequence[Mapping[str, Any]]]:
         """The options by group with which the optimizer may have its states: those that it was made with (an
-        empty sequence), those of now, and those that `load_state_dict` of `state` would give."""
+        empty sequence), those of now, those that `load_state_dict` of `state` would give, and those of now
+        with one that was off when it was saved, and that a script may have set before."""
         found: list[Sequence[Mapping[str, Any]]] = [(), [*self.groups]]
         groups, now = state.get("groups", []), [options_of(group) for group in self.groups]
         if len(groups) == len(now):
             saved = Groups(groups, [*state.get("made", ()), *({} for _ in groups)][: len(groups)])
             given = coming(Groups(now, self._made), saved, self._own)
             found.append([like(group, own) for group, own in zip(self.groups, given, strict=True)])
+            for key in [k for k in SWITCHES if any(k in then and not then[k] for then in groups)]:
+                found.append([{**group, key: True} for group in self.groups])
         return found
 
     def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> list[str]:
