@@ -108,7 +108,7 @@ class GradientStates:
         last = max((t.grad_fn._sequence_nr() for t in roots if t.grad_fn is not None), default=self._last)
         size, self._last = last - self._last, last
         differs = size < last and size not in self._sizes and len(self._sizes) < SIZES
-        self._sizes.add(size)
+        self._sizes.update([size] * differs)
         return differs
 
     def end(self) -> None:
