@@ -74,11 +74,21 @@ OWN: dict[str, dict[str, Any]] = {
             for kind in ("sliding_attention", "full_attention")
         }
     },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots3_note_text": {
+        "shared_experts_intermediate_size": 64, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
     "gemma4_text": {"global_head_dim": 16},
+    "glm5_next_text": {"index_kpool": 2, "qk_rope_head_dim": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "hy_v4_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    },
     "ministral": {"head_dim": 8},
     "phi": {"qk_layernorm": True},
-}
+}  # fmt: skip
 """By model_type, what a family needs besides."""
 
 UNPADDED = ("bloom",)  # counts positions from the mask
@@ -112,8 +122,10 @@ def _parts(config: type) -> dict[str, type]:
 def tiny(config: type, **values: Any) -> Any:
     """A small config of a class: sizes by their names, two layers or one of each kind, no dropout; its parts
     likewise."""
-    default = vars(config())
+    default, values = vars(config()), OWN.get(config.model_type, {}) | values  # type: ignore[attr-defined]
     names = {field.name for field in fields(config)}
+    if "kv_lora_rank" in names:  # latent attention has keys and values for each query head
+        values.setdefault("num_key_value_heads", SIZES["num_attention_heads"])
     given = {field.name for field in fields(config) if field.default is not None}
     values |= {key: tiny(part) for key, part in _parts(config).items() if default.get(key) is not None}
     depth = next((default[name] for name in LAYERS if isinstance(default.get(name), int)), None)
@@ -139,7 +151,7 @@ def tiny(config: type, **values: Any) -> Any:
             values.setdefault(name, SIZES[name])
         elif "drop" in name and isinstance(default.get(name), float):
             values.setdefault(name, 0.0)
-    return config(**OWN.get(config.model_type, {}) | values)  # type: ignore[attr-defined]
+    return config(**values)
 
 
 def architecture(config: Any) -> Callable[[Any], nn.Module]:

@@ -296,7 +296,11 @@ def test_tied_parameters_are_cut_alike_or_not_at_all() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight and model.lm_head.weight.shape == (49, 32)
     other = causal("llama", tie_word_embeddings=True)
     with pytest.raises(ModelError, match=r"weight is tied to a parameter that is divided in another way"):
-        parallelize(other, Axis("tp", 2, 0), plan(other, 2, {"lm_head": "replicate"}))
+        parallelize(other, Axis("tp", 2, 0), plan(other, 2, {"lm_head": "rowwise"}))
+    for one in ("lm_head", "model.embed_tokens"):
+        model = causal("llama", tie_word_embeddings=True)
+        whole = parallelize(model, Axis("tp", 2, 0), plan(model, 2, {one: "replicate"}))
+        assert whole["lm_head.weight"].is_whole and whole["model.embed_tokens.weight"].is_whole
 
 
 def test_embeddings_that_look_at_other_rows() -> None:

@@ -61,7 +61,7 @@ def advise(
     user: Mapping[str, str],
     sequence: bool,
     attempt: Try,
-    known: Callable[[], Mapping[str, str]],
+    known: Mapping[str, str],
 ) -> Advice | None:
     """A plan for `model` that has no problem, as near to the user's as can be; None where there is none."""
     styles, tried, asked = dict(user), attempt(user, sequence), sequence
@@ -107,7 +107,7 @@ class Tree:
     modules: Mapping[str, nn.Module]
     plain: Mapping[str, str]
     blocks: Mapping[str, nn.Module]
-    known: Callable[[], Mapping[str, str]]
+    known: Mapping[str, str]
     last: Attempt
     proposed: set[str] = field(default_factory=set)
 
@@ -153,7 +153,7 @@ class Tree:
         parent = hit.rpartition(".")[0]
         if parent in self.proposed:
             return {}
-        styles = {name: style for name, style in self.known().items() if name.rpartition(".")[0] == parent}
+        styles = {name: style for name, style in self.known.items() if name.rpartition(".")[0] == parent}
         others = [name for name in styles if name in self.styles and name not in hits]
         return (
             styles if hit in styles and all(_same(self.styles[name], styles[name]) for name in others) else {}

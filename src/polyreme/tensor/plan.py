@@ -8,7 +8,6 @@ linear layer) and "vocabulary" for a head."""
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -107,17 +106,30 @@ def plan(
     if not problems:
         return found
 
+    known, elsewhere = _recognised(model)
+
     def attempt(styles: Mapping[str, str], sequence: bool) -> Attempt:
         tried, left = _attempt(model, ways, styles, sequence)
+        left += _read_elsewhere(tried, elsewhere)
         return Attempt(tried.styles, {name: heads.size for name, heads in tried.heads.items()}, left)
 
-    known = functools.cache(functools.partial(_recognised, model))
+    problems += _read_elsewhere(found, elsewhere)
     advice = advise(model, find_blocks(model), user or {}, sequence_parallel, attempt, known)
     raise ModelError(message(model, ways, problems, advice))
 
 
-def _recognised(model: nn.Module) -> dict[str, str]:
-    """Styles of layers of attentions and MLPs, where one forward shows what they are."""
+def _read_elsewhere(plan: TensorPlan, names: Iterable[str]) -> Iterator[Problem]:
+    """Those of the layers `names` that would be divided, though the model uses more of them than what they
+    return."""
+    for name, style in plan.styles.items():
+        if name in names and not isinstance(style, Replicate):
+            reason = "the model reads its weight itself, of which each rank would have a part"
+            yield Problem(name, reason, '= "replicate"', {name: "replicate"})
+
+
+def _recognised(model: nn.Module) -> tuple[dict[str, str], set[str]]:
+    """Styles of layers of attentions and MLPs, where one forward shows what they are; and of which modules a
+    parameter is used elsewhere."""
     heads: dict[str, tuple[int, int]] = {}
     names = []
     for name, module in model.named_modules():
@@ -215,6 +227,8 @@ def _style_names(
             if re.fullmatch(pattern(path), plain.get(name, name)) or re.fullmatch(pattern(path), name)
         ]
         hits = [adapted[name].base if name in adapted else name for name in hits]
+        if style_name == "replicate":
+            hits += _tied(modules, hits)
         problems = [problem for problem in problems if not f"{problem.path}.".startswith(f"{path}.")]
         style = difflib.get_close_matches(style_name, STYLES, n=1, cutoff=0)[0]
         if not hits:
@@ -240,6 +254,18 @@ def _style_names(
             problems += _packed(model, modules, [hit for hit in hits if found.get(hit) != style_name], style)
             found = _given(found, hits, style_name)
     return found, problems
+
+
+def _tied(modules: Mapping[str, nn.Module], names: Iterable[str]) -> list[str]:
+    """Other modules that have a parameter of the modules `names`, too."""
+    whole = {id(parameter) for name in names for parameter in modules[name].parameters()}
+    inside = tuple(f"{name}." for name in names)
+    return [
+        name
+        for name, module in modules.items()
+        if not whole.isdisjoint(map(id, module.parameters(recurse=False)))
+        and not f"{name}.".startswith(inside)
+    ]
 
 
 def _packed(

@@ -1,6 +1,6 @@
 """How attentions and MLPs of an unknown model can be divided, from one forward on the meta device: which
 layers each calls, which parts of a layer's output are used together, and that nothing else mixes what would
-be divided.
+be divided; and which parameters are used while no module that has them runs.
 
 Invariant: what is not certain is left out. Nothing is computed, and the model is left as it was."""
 
@@ -49,8 +49,9 @@ class _Trace(TorchDispatchMode):
     """What happens inside of modules: the operations with the last sizes of what they get, the layers called,
     in order, and the places of a layer's output that an operation reads together."""
 
-    def __init__(self) -> None:
+    def __init__(self, owners: Mapping[int, set[str]]) -> None:
         super().__init__()
+        self.owners, self.elsewhere = owners, set[str]()
         self.inside: list[str] = []
         self.given: dict[str, set[int]] = defaultdict(set)
         self.operations: dict[str, set[tuple[str, int]]] = defaultdict(set)
@@ -66,6 +67,8 @@ class _Trace(TorchDispatchMode):
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         for module in self.inside:
             self.operations[module] |= {(name, each.shape[-1] if each.dim() else 1) for each in given}
+        owners = [self.owners.get(id(each), set()) for each in given if name not in ("detach", "alias")]
+        self.elsewhere |= {name for each in owners if each.isdisjoint(self.inside) for name in each}
         made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
         for each in given:
             layer, whole = self.outputs.get(each.untyped_storage()._cdata, ("", each))
@@ -103,8 +106,9 @@ def _at(
 
 def recognise(
     model: nn.Module, names: Iterable[str], counts: Mapping[str, tuple[int, int]]
-) -> dict[str, str]:
-    """Styles by name for the layers in those of the modules `names` that are known to be attentions or MLPs.
+) -> tuple[dict[str, str], set[str]]:
+    """Styles by name for the layers in those of the modules `names` that are known to be attentions or MLPs;
+    and the modules that have a parameter which is used elsewhere.
 
     counts: numbers of query heads, and their size, of attentions."""
     modules = dict(model.named_modules())
@@ -112,10 +116,10 @@ def recognise(
     trace = _traced(model, modules, wanted)
     found: dict[str, str] = {}
     if trace is None:
-        return {}
+        return {}, set()
     for name in wanted:
         found |= _styles(name, modules, trace, counts.get(name))
-    return found
+    return found, trace.elsewhere
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -128,18 +132,20 @@ def _is_plain(module: nn.Module) -> bool:
 def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[str]) -> _Trace | None:
     """A forward of the model on the meta device; None where it cannot run there."""
     inputs = sample_inputs(model)
-    if inputs is None or not names:
+    if inputs is None:
         return None
     given = {name: each.to("meta") for name, each in inputs.items()} | training_arguments(model)
-    trace, hooks = _Trace(), []
-    for name in names:
-        for each in (name, *(f"{name}.{child}" for child, _ in modules[name].named_children())):
-            hooks.append(
-                modules[each].register_forward_pre_hook(
-                    functools.partial(trace.enter, each), with_kwargs=True
-                )
-            )
-            hooks.append(modules[each].register_forward_hook(functools.partial(trace.leave, each)))
+    numbers = {name: each.to("meta") for name, each in (*model.named_parameters(), *model.named_buffers())}
+    owners: dict[int, set[str]] = defaultdict(set)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)].add(name.rpartition(".")[0])
+    trace = _Trace({id(numbers[name]): owners[id(each)] for name, each in model.named_parameters()})
+    watched = [f"{name}.{child}" for name in names for child, _ in modules[name].named_children()]
+    hooks = []
+    for each in dict.fromkeys([*names, *watched, *(name for owner in owners.values() for name in owner)]):
+        entered = functools.partial(trace.enter, each)
+        hooks.append(modules[each].register_forward_pre_hook(entered, with_kwargs=True))
+        hooks.append(modules[each].register_forward_hook(functools.partial(trace.leave, each)))
     # which tokens experts get follows from numbers
     experts = [
         each
@@ -150,7 +156,6 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
         )
         and not any(f"{name}.".startswith(f"{path}.") for name in names)
     ]
-    numbers = {name: each.to("meta") for name, each in (*model.named_parameters(), *model.named_buffers())}
     try:
         with torch.no_grad(), torch.device("meta"), trace, _passing_on(experts):
             functional_call(model, numbers, (), given)
