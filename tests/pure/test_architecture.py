@@ -99,10 +99,10 @@ BUDGETS = {
     "monitor": 510,
     "offload": 1184,
     "optim": 1321,
-    "pipeline": 1178,
+    "pipeline": 1181,
     "planner": 240,
     "step": 3635,
-    "tensor": 1840,
+    "tensor": 1854,
     "zero": 2745,
     "": 424,
 }

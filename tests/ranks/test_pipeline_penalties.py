@@ -21,7 +21,7 @@ from pool import RanksFailed
 SAMPLES, STEPS = 8, 2
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(6, 6)
@@ -74,6 +74,7 @@ TERMS: dict[str, Callable[[Net], Any]] = {
     "by name": lambda net: squares(p for name, p in net.named_parameters() if "layers.0.up.w" in name),
     "block": lambda net: squares(net.layers[0].parameters()),
     "weight": lambda net: squares([net.layers[0].up.weight]),
+    "part of a block": lambda net: squares([net.layers[0][0].weight]),
     "detached": lambda net: squares(p.detach() for p in net.parameters()),
     "data": lambda net: squares(p.data for p in net.layers.parameters()),
     "no_grad": lambda net: without_gradients(net.parameters()),
@@ -92,9 +93,10 @@ RIGHT: dict[str, Callable[[Net], Any]] = {
     "head detached": lambda net: squares([net.head.weight.detach()]),
     "head no_grad": lambda net: without_gradients(net.head.parameters()),
     "sizes": sizes,
+    "parts": lambda net: 0.0 * sum(p.in_features + len(each) for each in net.layers for p in each),
 }
 """Terms of a loss that the last stage has all of."""
-USUAL = {"blocks", "no_grad", "first", "detached first", "captured detached"}
+USUAL = {"blocks", "part of a block", "no_grad", "first", "detached first", "captured detached"}
 PENALTY = r"use optimizer\.weight_decay, or set mesh\.pp = 1"
 
 

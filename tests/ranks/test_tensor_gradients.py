@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -404,7 +404,16 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "cat": lambda h: torch.cat([h.relu(), (-h).relu()], -1)[..., ::2],
     "softmax": lambda h: h.mT.softmax(0).mT,
     "softmax ": lambda h: h.unflatten(-1, (-1, 2)).softmax(1).flatten(1),
+    "view": lambda h: h.view(len(h), 4, -1).softmax(-1).flatten(1),
+    "unflatten": lambda h: h.unflatten(-1, (4, -1)).softmax(-1).flatten(1),
 }
+FIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda h: h.view(len(h), 4, 2).softmax(-1).flatten(1),
+    "topk": lambda h: h * (h >= h.topk(6, -1).values[..., -1:]),
+    "add": lambda h: h + torch.ones(8),
+    "assert": lambda h: h if h.shape[-1] == 8 else torch.broadcast_to(h, (len(h), 8)),
+}
+"""What fails where there are fewer numbers than the model was written for."""
 RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
     "heads": heads,
     "over samples": lambda h: h.softmax(0) * h.mean(0) + h.flip(0) + h.mT.softmax(-1).mT,
@@ -415,13 +424,22 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+MIDDLE = {"up": "colwise", "down": "rowwise"}
+
+
 def samples(step: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(step)
     return torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
 
 
 def middle(
-    rank: int, world: int, model: Callable[[], nn.Module], loss: Loss, steps: int = 1, first: str = ""
+    rank: int,
+    world: int,
+    model: Callable[[], nn.Module],
+    loss: Loss,
+    steps: int = 1,
+    first: str = "",
+    styles: Mapping[str, str] = MIDDLE,
 ) -> list[float]:
     """Losses of steps, or of evaluations that come `first`."""
     torch.manual_seed(0)
@@ -430,7 +448,7 @@ def middle(
         "precision": {"compute": "fp64"},
         "batch": {"size": 4},
         "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "clip": "none"},
-        "mesh": {"tp": world, "tp_plan": {"up": "colwise", "down": "rowwise"} if world > 1 else {}},
+        "mesh": {"tp": world, "tp_plan": styles if world > 1 else {}},
     }
     engine = polyreme.initialize(made, config, loss_fn=functools.partial(loss, made))
     if first:
@@ -453,6 +471,46 @@ def each_refused(expected: str, *args: Any) -> None:
 @pytest.mark.parametrize("name", ALONG)
 def test_what_goes_along_the_divided_dimension_is_refused(name: str) -> None:
     each_refused(f"{name.strip()} goes along", lambda: Middle(ALONG[name]), plainly)
+
+
+class Fixed(nn.Module):
+    """A block that does `between`, and one that any plan divides."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fixed, self.other = Middle(between), Middle(torch.tanh)
+        del self.fixed.number, self.other.number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(F.pad(self.fixed(x), (0, 2)))  # type: ignore[no-any-return]
+
+
+class Counted(Fixed):
+    """An attention without keys, by `count` of its heads, or by a number that nobody changes."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__(
+            lambda h: h.view(len(h), self.fixed.num_heads if own else 4, -1).softmax(-1).flatten(1)
+        )
+        self.fixed.num_heads = 4  # type: ignore[assignment]
+
+
+EACH_OF_BOTH = {"*.up": "colwise", "*.down": "rowwise"}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_size_that_a_model_counts_on_is_refused_with_a_way(name: str) -> None:
+    model = functools.partial(Fixed, FIXED[name])
+    each_refused("fixed cannot be used under tensor parallelism", model, plainly, 1, "", EACH_OF_BOTH)
+    each_refused('mesh.tp_plan."fixed" = "replicate"', model, plainly, 1, "", EACH_OF_BOTH)
+    args = model, plainly, 3, "", {**EACH_OF_BOTH, "fixed": "replicate"}
+    torch.testing.assert_close(threads.run(2, middle, *args)[0], middle(0, 1, *args), rtol=1e-10, atol=1e-10)
+
+
+def test_heads_are_counted_as_a_rank_has_them() -> None:
+    each_refused("view goes along", lambda: Counted(own=False), plainly, 1, "", EACH_OF_BOTH)
+    args = (lambda: Counted(own=True), plainly, 3, "", EACH_OF_BOTH)
+    torch.testing.assert_close(threads.run(2, middle, *args)[0], middle(0, 1, *args), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", RIGHT)

@@ -64,6 +64,20 @@ class _Intercept(nn.Module):
         return getattr(self.__dict__["_block"], name)
 
 
+class _InterceptOfSeveral(_Intercept):
+    """In the place of a block that has its parts by number (nn.Sequential): what Python looks for in classes
+    alone."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._block[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._block)
+
+    def __len__(self) -> int:
+        return len(self._block)
+
+
 @contextmanager
 def wrapped(model: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
     """Make the model's forward `wrapper(its forward, ...)` meanwhile, inside its hooks."""
@@ -99,7 +113,8 @@ def intercepted(
         for key, name in zip(enumerate(blocks.values()), blocks, strict=True):
             if key not in made:
                 absent = None if mine is None or key[0] in mine else f"{owner}.{name}".strip(".")
-                made[key] = _Intercept(key[1], partial(through, key[0]), absent)
+                kind = _InterceptOfSeveral if hasattr(key[1], "__getitem__") else _Intercept
+                made[key] = kind(key[1], partial(through, key[0]), absent)
             made[key].__dict__["training"] = key[1].training
             modules[name] = made[key]
         yield

@@ -7,6 +7,7 @@ No communication."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -99,6 +100,8 @@ def follow(
     results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     if (part is first or name in DISTANCES) and _is_along(name, part, mark, args, kwargs):
         return True
+    if name in RESHAPES and part is first and _miscounts(part, mark, args, kwargs, results):
+        return True
     if not mark.followed:
         for each in results:
             if each.shape == part.shape:
@@ -112,6 +115,20 @@ def follow(
     if name in MOVES and part is first:
         return _move(func, part, mark, args, kwargs, results, name in RESHAPES)
     return _keep(part, mark, results, part is not first or name in LIKE)
+
+
+def _miscounts(
+    part: Tensor, mark: Divided, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Tensor]
+) -> bool:
+    """Whether the last dimension is made a fixed number of pieces, of a size that torch finds, where others
+    belong together: what is fixed counts those of all ranks."""
+    given = [each for each in pytree.tree_leaves((args[1:], kwargs)) if isinstance(each, int)]
+    pieces: list[int] = []
+    while math.prod(pieces) < part.shape[-1] and len(pieces) < results[0].dim():
+        pieces.insert(0, results[0].shape[-1 - len(pieces)])
+    if mark.dim != part.dim() - 1 or mark.split or -1 not in given[len(given) + 1 - len(pieces) :]:
+        return False
+    return not mark.unit or math.prod(pieces[1:]) % mark.unit > 0
 
 
 def _keep(part: Tensor, mark: Divided, results: Sequence[Tensor], elsewhere: bool) -> bool:

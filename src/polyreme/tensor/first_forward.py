@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,14 +20,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from polyreme.errors import ModelError
+from polyreme.errors import ModelError, PolyremeError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models.tensor_access import touching
+from polyreme.tensor.advice import starred
 from polyreme.tensor.divided_dimension import follow
 from polyreme.tensor.ops import is_divided
 
 OWN = ("embedding",)
 """Look-ups of rows, which are part of a divided embedding."""
+OF_SIZES = (RuntimeError, IndexError, ValueError, AssertionError)
+"""What torch and models raise where a size is not the one that they count on."""
 COPIES = ("detach", "data")
 """What gives the numbers of a parameter to others without computing with them."""
 BETWEEN = ("torch", "contextlib")
@@ -57,11 +62,31 @@ class Watch(TorchFunctionMode):
             known = [self._parameters[at] for at in map(_of, leaves) if at in self._parameters]
             if not known or "memory" in str(error):
                 raise
-            raise ModelError(_FAILED.format(known[0][0], error)) from error
+            raise ModelError(_FAILED.format(known[0][0], error, _FOR_THESE)) from error
         if (name := touching(func)) is not None and isinstance(result, Tensor | tuple | list):
             for leaf in leaves:
                 self._on(func, name, leaf, args, kwargs, result)
         return result
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Say of an error of sizes where a model counts on those of whole activations."""
+        super().__exit__(kind, error, trace)
+        divided = False
+        if not isinstance(error, OF_SIZES) or isinstance(error, PolyremeError) or "memory" in str(error):
+            return
+        for frame, _ in reversed([*traceback.walk_tb(trace)]):
+            here = list(frame.f_locals.values())
+            divided |= any(is_divided(each) for each in here if isinstance(each, Tensor))
+            if divided and isinstance(module := frame.f_locals.get("self"), nn.Module):
+                path = starred(self._name(module))
+                way = f'."{path}" = "replicate"' if path else _FOR_THESE
+                found = path or type(module).__name__, error or type(error).__name__, way
+                raise ModelError(_FAILED.format(*found)) from error
+
+    def _name(self, module: nn.Module) -> str:
+        """By the names of its parameters."""
+        known = [(name, self._parameters.get(id(p))) for name, p in module.named_parameters()]
+        return next((path[0].removesuffix(name).rstrip(".") for name, path in known if path is not None), "")
 
     def _on(self, func: Any, name: str, leaf: Tensor, args: Any, kwargs: Any, result: Any) -> None:
         """A function got `leaf`."""
@@ -156,5 +181,6 @@ _ALONG = (
 )
 _FAILED = (
     "{0} cannot be used under tensor parallelism (mesh.tp): {1}. Between a column and a row layer each rank "
-    'has a part of the activations: write mesh.tp_plan with "replicate" for these layers, or set mesh.tp = 1'
+    "has a part of the activations: write mesh.tp_plan{2}, or set mesh.tp = 1"
 )
+_FOR_THESE = ' with "replicate" for these layers'

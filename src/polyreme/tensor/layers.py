@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -191,8 +192,10 @@ class Columns:
             sequence = True
         found = ops.columns(self._site.axis, x, weights, biases, shapes, sequence, full)  # type: ignore[arg-type]
         for i, each in zip(members, found, strict=True):
-            if not self._styles[i].sections and ops.is_divided(each):
-                ops.mark_divided(each, ops.Divided(each.dim() - 1, followed=True))
+            if ops.is_divided(each):
+                sections = self._styles[i].sections
+                unit = math.gcd(*(size // units for size, units in sections))
+                ops.mark_divided(each, ops.Divided(each.dim() - 1, followed=not sections, unit=unit))
         return found
 
 

@@ -52,11 +52,13 @@ def refuse_outside(numbers: Tensor, stop: int, message: str) -> None:
 @dataclass(frozen=True)
 class Divided:
     """Of which dimension each rank has a part. followed: the dimension is the one of a column layer without
-    heads or sections, and known wherever it goes; else it is the last one. split: it was made several."""
+    heads or sections, and known wherever it goes; else it is the last one. split: it was made several.
+    unit: how many places of it belong together, as those of a head, where that is known."""
 
     dim: int
     followed: bool = False
     split: bool = False
+    unit: int = 0
 
 
 def mark_divided(part: Tensor, mark: Divided | None = None) -> None:
