@@ -3,6 +3,7 @@ on every rank alike."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,15 +258,17 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, st
     return found
 
 
+SMALL = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "intermediate_size": 8,
+    "vocab_size": 257,
+}
+
+
 def test_found_by_every_rank_alike(ranks: Ranks, folder: Path) -> None:
-    keys = {
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "intermediate_size": 8,
-        "vocab_size": 257,
-    }
-    transformers.LlamaConfig(**keys).save_pretrained(folder / "weightless")
+    transformers.LlamaConfig(**SMALL).save_pretrained(folder / "weightless")
     train_tokenizer(["a text"], 257).save_pretrained(folder / "weightless")
     train_tokenizer(["the cat and the hat, and the bat"], 262).save_pretrained(folder / "larger")
     first, second = ranks(2, refusals, str(folder))
@@ -275,6 +278,30 @@ def test_found_by_every_rank_alike(ranks: Ranks, folder: Path) -> None:
         assert kind == expected.__name__, (case, message)
         for words in said:
             assert words in message, (case, message)
+
+
+def resized(rank: int, world_size: int, folder: str) -> None:
+    """Do what the message for a larger tokenizer offers, and train."""
+    changes = [f"data.{key}={folder}/{name}" for key, name in PLACES.items()]
+    changes += [f"checkpoint.folder={folder}/run", "model.config=none", "train.length=1", "launch.ranks=none"]
+    with pytest.raises(ConfigError, match=r"= 257: the tokenizer has 262 tokens") as caught:
+        run.run(Config.load(f"{folder}/tiny.toml", [*changes, f"model.path={folder}/small"]))
+    offered = re.search(r"once: (.*), and set model.path to that", str(caught.value))
+    assert offered is not None, caught.value
+    names = {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "DIRECTORY": f"{folder}/resized"}
+    exec(offered[1], names)
+    run.run(Config.load(f"{folder}/tiny.toml", [*changes, f"model.path={folder}/resized"]))
+
+
+PLACES = {"path": "text.txt", "tokenizer": "larger", "cache": "cache"}
+
+
+def test_the_resize_that_the_message_offers_trains(ranks: Ranks, folder: Path) -> None:
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).save_pretrained(folder / "small")
+    train_tokenizer(["the cat and the hat, and the bat"], 262).save_pretrained(folder / "larger")
+    ranks(1, resized, str(folder))
+    trained = transformers.AutoModelForCausalLM.from_pretrained(folder / "run/latest-checkpoint")
+    assert trained.get_input_embeddings().weight.shape == (262, 32)
 
 
 class Bare(nn.Module):
