@@ -1,8 +1,10 @@
 """A cluster of the tests: it runs the pods of an Indexed Job as processes on this machine.
 
 Each pod has the network of a host of tests/hosts.py and PID, UTS and mount namespaces of its own: the host
-name and the hosts file that its Job and headless Service give it, the variables of its container alone,
-/dev/shm and the volumes where they are mounted. Jobs end, and pods are replaced, by the Job's policies."""
+name and the hosts file that its Job and headless Service give it, the variables of its container alone, and
+the volumes where they are mounted. It runs as the user, with the groups, capabilities and root file system
+that its security contexts say, and does not begin as root where it must not. Jobs end, and pods are
+replaced, by the Job's policies."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from hosts import Host
+
+IMAGE = "/srv/image"
+"""The working folder of pods."""
+CLAIM = "/srv/claim"
+"""A folder where a volume may be."""
 
 
 @dataclass
@@ -56,16 +64,31 @@ class Outcome:
         )
 
 
+class NotStartedError(Exception):
+    """A container that its kubelet refuses to start."""
+
+
+PRINTED = "/srv/printed"  # which only root can enter
+
+
 class Kubelet:
-    """Runs Jobs on `nodes`, one pod on each. The image is this machine, with `variables` and the working
-    folder `folder`; `claims` are its volumes."""
+    """Runs Jobs on `nodes`, one pod on each. The image is this machine, whose user is root, with `variables`
+    and the files of `folder` in IMAGE; `claims` are volumes, and `secrets` the keys of Secrets."""
 
     def __init__(
-        self, nodes: Sequence[Host], folder: Path, claims: Mapping[str, Path], variables: Mapping[str, str]
+        self,
+        nodes: Sequence[Host],
+        folder: Path,
+        claims: Mapping[str, Path],
+        variables: Mapping[str, str],
+        secrets: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         self.nodes, self.folder, self.claims, self.variables = nodes, folder, claims, variables
+        self.secrets = secrets or {}
         self.room = len(nodes)
         """Pods that there is room for now; others wait."""
+        self.printed = folder / "printed"
+        self.printed.mkdir(0o700)
         self.etc = folder / "etc"
         shutil.copytree("/etc", self.etc, symlinks=True, ignore_dangling_symlinks=True)
         (self.etc / "nsswitch.conf").write_text("hosts: files\n")
@@ -135,35 +158,103 @@ class Kubelet:
         name = f"{job['metadata']['name']}-{index}"
         variables = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": name, **self.variables}
         for each in container["env"]:
-            variables[each["name"]] = expanded(each["value"], variables)
+            if "valueFrom" in each:
+                source = each["valueFrom"]["secretKeyRef"]
+                variables[each["name"]] = self.secrets[source["name"]][source["key"]]
+            else:
+                variables[each["name"]] = expanded(each["value"], variables)
         command = shlex.join(expanded(word, variables) for word in container["command"])
+        assignments = shlex.join(f"{name}={value}" for name, value in variables.items())
         lines = [
             f"hostname {shlex.quote(name)}",
-            f"mount --bind {shlex.quote(str(self.etc))} /etc",
-            *(self._mount(pod["volumes"], each) for each in container["volumeMounts"]),
-            f"cd {shlex.quote(str(self.folder))}",
-            f"exec env -i {shlex.join(f'{name}={value}' for name, value in variables.items())} {command}",
+            *self._image(pod),
+            *(self._mount(pod, each) for each in container["volumeMounts"]),
+            *read_only_root(container),
+            f"cd {IMAGE}",
+            f"exec {credentials(pod, container)} env -i {assignments} {command}",
         ]
-        output = self.folder / f"pod-{len(outcome.pods)}.txt"
+        output = self.printed / f"pod-{len(outcome.pods)}.txt"
         output.touch()
-        lines.insert(0, f"exec > {shlex.quote(str(output))} 2>&1")
+        begin = ["mount -t tmpfs -o mode=755 tmpfs /srv", f"mkdir {PRINTED}"]
+        begin += [f"mount --bind {shlex.quote(str(self.printed))} {PRINTED}"]
+        lines = [*begin, f"exec > {PRINTED}/{output.name} 2>&1", *lines]
         isolated = ["unshare", "--pid", "--uts", "--mount", "--mount-proc", "--fork", "--kill-child"]
         process = self.nodes[index].popen(*isolated, "bash", "-ec", "\n".join(lines))
         outcome.pods.append(Pod(index, process, output))
         return outcome.pods[-1]
 
-    def _mount(self, volumes: Sequence[Mapping[str, Any]], mount: Mapping[str, Any]) -> str:
+    def _image(self, pod: Mapping[str, Any]) -> list[str]:
+        """Commands that put the image's folder, the files of /etc, this Python and the sources of volumes
+        where any user sees them, and none is mounted over them."""
+        lines = [
+            f"mkdir {IMAGE} {CLAIM} /srv/python",
+            f"mount --bind {shlex.quote(str(self.folder))} {IMAGE}",
+            f"mount --bind {shlex.quote(str(self.etc))} /etc",
+        ]
+        python = Path(sys.base_prefix)
+        for hidden in [each for each in reversed(python.parents) if not each.stat().st_mode & 1][:1]:
+            base, place = shlex.quote(sys.base_prefix), shlex.quote(str(hidden))
+            lines += [
+                f"mount --bind {base} /srv/python",
+                f"mount -t tmpfs -o mode=755 tmpfs {place}",
+                f"mkdir -p {base}",
+                f"mount --bind /srv/python {base}",
+            ]
+        for volume in pod["volumes"]:
+            if source := self._source(volume, pod["securityContext"].get("fsGroup")):
+                place = f"/srv/volumes/{volume['name']}"
+                lines += [f"mkdir -p {place}", f"mount --bind {shlex.quote(str(source))} {place}"]
+        return lines
+
+    def _source(self, volume: Mapping[str, Any], group: int | None) -> Path | None:
+        """The folder of a ConfigMap or claim, which `group` may write to."""
+        if "configMap" in volume:
+            return self.folder / "configs" / str(volume["configMap"]["name"])
+        if "persistentVolumeClaim" not in volume:
+            return None
+        source = self.claims[volume["persistentVolumeClaim"]["claimName"]]
+        if group is not None:
+            subprocess.run(["chgrp", "-R", str(group), source], check=True)
+            subprocess.run(["chmod", "-R", "g+rwXs", source], check=True)
+        return source
+
+    def _mount(self, pod: Mapping[str, Any], mount: Mapping[str, Any]) -> str:
         """The command that mounts a volume of the pod."""
-        [volume] = [each for each in volumes if each["name"] == mount["name"]]
+        [volume] = [each for each in pod["volumes"] if each["name"] == mount["name"]]
         path = shlex.quote(mount["mountPath"])
         if "emptyDir" in volume:
             size = volume["emptyDir"].get("sizeLimit", "64Mi").removesuffix("i")
-            return f"mkdir -p {path} && mount -t tmpfs -o size={size} tmpfs {path}"
-        if "configMap" in volume:
-            source = self.folder / "configs" / volume["configMap"]["name"]
-        else:
-            source = self.claims[volume["persistentVolumeClaim"]["claimName"]]
-        return f"mkdir -p {path} && mount --bind {shlex.quote(str(source))} {path}"
+            return f"mkdir -p {path} && mount -t tmpfs -o mode=1777,size={size} tmpfs {path}"
+        return f"mkdir -p {path} && mount --bind /srv/volumes/{volume['name']} {path}"
+
+
+def credentials(pod: Mapping[str, Any], container: Mapping[str, Any]) -> str:
+    """The command that becomes what the security contexts of a pod and its container say. Raises
+    NotStartedError where that is root, and must not be."""
+    own = {**pod["securityContext"], **container["securityContext"]}
+    user, group = own.get("runAsUser", 0), own.get("runAsGroup", 0)
+    if own["runAsNonRoot"] and user == 0:
+        raise NotStartedError("container has runAsNonRoot and image will run as root")
+    words = ["setpriv", f"--reuid={user}", f"--regid={group}", f"--groups={own.get('fsGroup', group)}"]
+    if own["capabilities"]["drop"] == ["ALL"]:
+        words += ["--bounding-set=-all", "--inh-caps=-all"]
+    if not own["allowPrivilegeEscalation"]:
+        words.append("--no-new-privs")
+    return shlex.join(words)
+
+
+def read_only_root(container: Mapping[str, Any]) -> list[str]:
+    """Commands after which only volumes can be written to, if the root of the container is to be so."""
+    if not container["securityContext"]["readOnlyRootFilesystem"]:
+        return []
+    writable = [each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")]
+    kept = "|".join(shlex.quote(each) for each in ("/proc", "/dev", PRINTED, *writable))
+    return [
+        "while read -r _ target _; do",
+        f'case "$target" in {kept}|/proc/*) continue;; esac',
+        'mount -o remount,bind,ro "$target" 2>&9 || true',  # what is mounted over is not there
+        "done < <(cat /proc/self/mounts) 9> /dev/null",
+    ]
 
 
 def expanded(word: str, variables: Mapping[str, str]) -> str:

@@ -539,11 +539,18 @@ def test_train_hands_the_run_to_a_cluster(config: str, trained: list[Config], la
     status, output, _ = polyreme("train", config, *options, "--slurm", "--dry-run")
     assert status == 0 and f"-m polyreme train {config} --set seed=7 -n 2 --stopped-status 75 &" in output
     assert "#SBATCH --nodes=2\n" in output and "--signal=B:USR1@300\n" in output
-    status, output, errors = polyreme("train", config, *options, "--kubernetes", "--image", "me:1")
+    cluster = ["--kubernetes", "--image", "me:1"]
+    status, output, errors = polyreme("train", config, *options, *cluster)
+    assert (status, output) == (2, "") and "checkpoint.folder = " in errors
+    fix = re.search("fix: give (.*)", errors)
+    assert fix
+    options += fix[1].replace("CLAIM", "runs").replace(" and ", " ").split()
+    status, output, errors = polyreme("train", config, *options, *cluster)
     documents = list(yaml.safe_load_all(output))
     assert (status, [each["kind"] for each in documents]) == (0, ["ConfigMap", "Service", "Job"])
     assert documents[0]["data"] == {"run.toml": Path(config).read_text()}
     pod = documents[2]["spec"]["template"]["spec"]
+    assert "--set data.cache=/tmp/cache/polyreme" in " ".join(pod["containers"][0]["command"])
     assert " ".join(pod["containers"][0]["command"]).startswith("polyreme train /etc/polyreme/run.toml --set")
     assert pod["terminationGracePeriodSeconds"] > torchrun.SAVING
     assert "Job polyreme-run, 2 pods with 2 ranks each; pipe it to: kubectl apply -f -" in errors
@@ -592,6 +599,13 @@ def test_launch_hands_a_script_to_a_cluster(tmp_path: Path, launched: list[objec
         (["--mpi", "--port", "7"], "applies with --hostfile or --ray only"),
         (["--hostfile", "h", "--elastic", "1:2"], "start it again with other --nodes"),
         (["--kubernetes"], "--kubernetes needs one"),
+        (["--user", "1"], "it applies with --kubernetes only"),
+        (
+            ["--kubernetes", "--image", "a", "--patch", "/none.yaml"],
+            "/none.yaml cannot be read: No such file",
+        ),
+        (["--kubernetes", "--image", "a", "--set", "memory.states=./a"], "memory.states = './a'"),
+        (["--kubernetes", "--image", "a", "--set", "data.cache=/c"], "data.cache = '/c'"),
         (["--kubernetes", "--image", "a", "--elastic", "2"], "no pair of bounds"),
         (["--kubernetes", "--image", "a", "--elastic", "1:2", "--pods", "2"], "leave --nodes out"),
         (["--kubernetes", "--image", "a", "--apply", "--dry-run"], "give one of the two"),

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 import re
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +20,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples import examples
+from kubelet import verdict
+from pod_security import broken
 from polyreme.distributed.environment import detect
 from polyreme.errors import LaunchError
 from polyreme.launch import kubernetes
 from polyreme.launch.hosts import Hosts, hosts
-from polyreme.launch.kubernetes import Request, manifests, text
+from polyreme.launch.kubernetes import manifests, text
+from polyreme.launch.pod_request import KINDS, Request
 from polyreme.launch.requests import RequestError
+from polyreme.launch.strategic_merge import MERGE_KEYS
 
 GOLDEN = Path(__file__).parents[1] / "data" / "clusters"
 SCRIPT = Request(
@@ -42,15 +52,51 @@ TRAIN = Request(
     restarts=5,
     saves=True,
     grace=916,
-    files={"run.toml": 'seed = 1\n[data]\npath = "/data"\n'},
+    files={"run.toml": 'seed = 1  \n\t[data]\n\npath = "/data"\n'},
+    folders=[("checkpoint.folder", "/run/out/a"), ("memory.states", "/tmp/states")],
+)
+PLACED = dataclasses.replace(
+    SCRIPT,
+    pods=4,
+    gang="volcano",
+    user="1000:2000",
+    service_account="trainer",
+    priority="high",
+    pull_secrets=["registry"],
+    node_selector=["cloud.example.com/gpu=h200", "zone="],
+    tolerations=["nvidia.com/gpu:NoSchedule", "team=a:NoExecute", "spot"],
+    env=["WANDB_API_KEY=secret:wandb/api-key"],
+    scratch="50Gi",
+    deadline=86400,
+    ttl=3600,
+    patches={
+        "spread.yaml": """
+kind: Job
+spec:
+  template:
+    metadata:
+      annotations: {cluster-autoscaler.kubernetes.io/safe-to-evict: "false"}
+    spec:
+      topologySpreadConstraints:
+      - {topologyKey: zone, maxSkew: 4, whenUnsatisfiable: DoNotSchedule}
+      containers:
+      - name: ranks
+        imagePullPolicy: Always
+        env: [{name: USER, $patch: delete}, {name: WORDS, value: "secret:a"}]
+"""
+    },
 )
 FORMS = {
     "job-script": SCRIPT,
     "job-train": TRAIN,
     "job-elastic": dataclasses.replace(TRAIN, elastic=(2, 6)),
     "jobset": dataclasses.replace(TRAIN, kind="jobset"),
-    "trainjob": dataclasses.replace(TRAIN, kind="trainjob", restarts=None),
-    "trainjob-restarts": dataclasses.replace(TRAIN, kind="trainjob"),
+    "trainjob": dataclasses.replace(TRAIN, kind="trainjob"),
+    "trainjob-runtime": dataclasses.replace(
+        TRAIN, kind="trainjob", restarts=None, runtime="torch-distributed", user="1000", deadline=60
+    ),
+    "job-placed": PLACED,
+    "jobset-placed": dataclasses.replace(PLACED, kind="jobset", gang="plugins", patches={}),
 }
 
 
@@ -66,16 +112,19 @@ def test_manifests_are_those_that_were_read_through(name: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_kubernetes_takes_them(name: str) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
+    valid = functools.partial(validate, desired_version="1.33", strict=True)
     documents = manifests(FORMS[name])
     for each in documents:
         if each["kind"] in ("ConfigMap", "Service", "Job"):
-            validate(each, "1.33", strict=True)
+            valid(each)
     for job in jobs(documents):
-        validate({"apiVersion": "batch/v1", "kind": "Job", **job}, "1.33", strict=True)
+        valid({"apiVersion": "batch/v1", "kind": "Job", **job})
         check_job(job["spec"])
+    for pod, _ in pods(documents):
+        check_pod(pod)
 
 
-@pytest.mark.parametrize("name", ["jobset", "trainjob", "trainjob-restarts"])
+@pytest.mark.parametrize("name", ["jobset", "jobset-placed", "trainjob", "trainjob-runtime"])
 def test_kubeflow_takes_them(name: str) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models")
     known = {
@@ -83,10 +132,10 @@ def test_kubeflow_takes_them(name: str) -> None:
         "TrainJob": models.TrainerV1alpha1TrainJob,
         "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
     }
-    documents = [each for each in manifests(FORMS[name]) if each["kind"] != "ConfigMap"]
+    documents = [each for each in manifests(FORMS[name]) if each["kind"] in known]
     for each in documents:
         assert known[each["kind"]].from_dict(each).to_dict() == each
-    if name == "trainjob-restarts":
+    if name == "trainjob":
         runtime, job = documents
         named = {"apiGroup": "trainer.kubeflow.org", "kind": runtime["kind"], "name": "llama"}
         assert job["spec"]["runtimeRef"] == named and "runtimePatches" not in job["spec"]
@@ -103,6 +152,92 @@ def jobs(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
             spec = each["spec"] if each["kind"] == "JobSet" else each["spec"]["template"]["spec"]
             found += [{"metadata": {"name": "x"}, **job["template"]} for job in spec["replicatedJobs"]]
     return found
+
+
+def pods(node: Any) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """The specs of pods, wherever they are, and the annotations of their templates."""
+    if isinstance(node, list):
+        for each in node:
+            yield from pods(each)
+    elif isinstance(node, dict):
+        if "containers" in node.get("spec", {}):
+            yield node["spec"], node.get("metadata", {}).get("annotations", {})
+        yield from pods([*node.values()])
+
+
+def check_pod(pod: dict[str, Any]) -> None:
+    """That nothing of the pod's root is written to, and volumes are there for what is."""
+    [container] = pod["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert "emptyDir" in volumes[mounts["/tmp"]] and "emptyDir" in volumes[mounts["/dev/shm"]]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_pods_are_restricted_and_ask_for_what_they_use(name: str) -> None:
+    documents = manifests(FORMS[name])
+    found = list(pods(documents))
+    assert found and [broken(*each) for each in found] == [set()] * len(found)
+    trainers = [each["spec"]["trainer"] for each in documents if each["kind"] == "TrainJob"]
+    containers = [] if trainers else [container for pod, _ in found for container in pod["containers"]]
+    for each in [*containers, *trainers]:
+        resources = each.get("resources") or each["resourcesPerNode"]
+        assert resources["requests"] == resources["limits"]
+        assert {"cpu", "memory", "ephemeral-storage"} <= {*resources["limits"]}
+        variables = {variable["name"]: variable.get("value") for variable in each["env"]}
+        folders = [value for name, value in variables.items() if name.endswith("_DIR") or name == "HOME"]
+        assert len(folders) == 4 and all(str(folder).startswith("/tmp") for folder in folders)
+
+
+BROKEN: dict[str, tuple[str, Any]] = {
+    "HostProcess": ("securityContext.windowsOptions", {"hostProcess": True}),
+    "Host Namespaces": ("hostNetwork", True),
+    "Privileged Containers": ("containers.0.securityContext.privileged", True),
+    "Capabilities": ("containers.0.securityContext.capabilities", {"drop": ["ALL"], "add": ["IPC_LOCK"]}),
+    "Capabilities dropped": ("containers.0.securityContext.capabilities.drop", ["NET_RAW"]),
+    "HostPath Volumes": ("volumes.0", {"name": "shm", "hostPath": {"path": "/"}}),
+    "Volume Types": ("volumes.0", {"name": "shm", "nfs": {"server": "a", "path": "/"}}),
+    "Host Ports": ("containers.0.ports", [{"containerPort": 1, "hostPort": 1}]),
+    "Host Probes / Lifecycle Hooks": ("containers.0.livenessProbe", {"tcpSocket": {"port": 1, "host": "a"}}),
+    "AppArmor": ("containers.0.securityContext.appArmorProfile", {"type": "Unconfined"}),
+    "SELinux": ("securityContext.seLinuxOptions", {"type": "spc_t"}),
+    "SELinux user": ("securityContext.seLinuxOptions", {"user": "system_u"}),
+    "/proc Mount Type": ("containers.0.securityContext.procMount", "Unmasked"),
+    "Sysctls": ("securityContext.sysctls", [{"name": "kernel.msgmax", "value": "1"}]),
+    "Seccomp": ("securityContext.seccompProfile.type", "Unconfined"),
+    "Seccomp of a container": ("containers.0.securityContext.seccompProfile", {"type": "Unconfined"}),
+    "Privilege Escalation": ("containers.0.securityContext.allowPrivilegeEscalation", True),
+    "Running as Non-root": ("securityContext.runAsNonRoot", False),
+    "Running as Non-root of a container": ("containers.0.securityContext.runAsNonRoot", False),
+    "Running as Non-root user": ("containers.0.securityContext.runAsUser", 0),
+}
+
+
+@pytest.mark.parametrize("control", BROKEN)
+def test_each_control_of_the_restricted_standard_is_looked_at(control: str) -> None:
+    [(pod, _)] = pods(manifests(TRAIN))
+    assert not broken(pod)
+    path, value = BROKEN[control]
+    *within, last = path.split(".")
+    place: Any = pod
+    for step in within:
+        place = place[int(step) if step.isdigit() else step]
+    place[int(last) if last.isdigit() else last] = value
+    [found, *_] = sorted(broken(pod), reverse=control == "Volume Types")
+    assert control.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("where", "names"), [("containers.0", ["securityContext"]), ("", ["securityContext"])]
+)
+def test_the_restricted_standard_is_broken_by_what_is_left_out(where: str, names: list[str]) -> None:
+    [(pod, annotations)] = pods(manifests(TRAIN))
+    del (pod["containers"][0] if where else pod)["securityContext"]
+    expected = {"Privilege Escalation", "Capabilities"} if where else {"Running as Non-root", "Seccomp"}
+    assert broken(pod, annotations) == expected
+    profile = {"container.apparmor.security.beta.kubernetes.io/ranks": "unconfined"}
+    assert "AppArmor" in broken(pod, profile)
 
 
 def check_job(spec: dict[str, Any]) -> None:
@@ -160,7 +295,7 @@ def test_words_that_kubectl_takes_for_numbers_and_truths_are_quoted(word: str) -
 @given(
     st.text("ab1-_.A ", max_size=70) | st.from_regex(r"[a-z][-a-z0-9]{50,62}", fullmatch=True),
     st.integers(1, 2000),
-    st.sampled_from(kubernetes.KINDS),
+    st.sampled_from(KINDS),
 )
 def test_names_are_host_names_of_every_pod_or_refused(name: str, pods: int, kind: str) -> None:
     request = dataclasses.replace(SCRIPT, name=name, pods=pods, kind=kind)
@@ -190,6 +325,17 @@ REFUSED = {
     "env": (["A"], "--env = 'A'"),
     "volumes": (["Runs:/run"], "'Runs' is no name of a PersistentVolumeClaim"),
     "elastic": ((4, 2), "1 <= MIN <= MAX"),
+    "gang": ("kueue", "--gang = 'kueue'"),
+    "user": ("0", "--user = '0'"),
+    "scratch": ("1GB", "--scratch = '1GB'"),
+    "deadline": (0, "--deadline = 0"),
+    "ttl": (-1, "--ttl = -1"),
+    "service_account": ("A", "--service-account = 'A'"),
+    "priority": ("a b", "--priority = 'a b'"),
+    "pull_secrets": (["a", "b/c"], "--pull-secret = 'b/c'"),
+    "node_selector": (["gpu"], "--node-selector = 'gpu'"),
+    "tolerations": (["gpu:Never"], "--toleration = 'gpu:Never'"),
+    "runtime": ("torch-distributed", "a job is over no runtime"),
     "command": (["a\0"], "argument = 'a\\x00'"),
     "files": ({"run.toml": "#" * 2**20 + "#"}, "more than 1,048,576 bytes"),
 }
@@ -215,7 +361,18 @@ def test_what_is_refused(field: str) -> None:
         ({"env": ["A=1", "A=2"]}, "given twice"),
         ({"env": ["RANK=1"]}, "told by the Job"),
         ({"env": ["PET_NNODES=1"]}, "told by the Job"),
+        ({"env": ["A=secret:B"]}, "give A=secret:NAME/KEY, the Secret and which of its keys"),
+        ({"env": ["A=secret:b/"]}, "it names no key of a Secret"),
+        ({"user": "1:0"}, "a user other than root"),
+        ({"volumes": ["a:/tmp/"]}, "there is another volume at /tmp"),
         ({"memory": "1Gi", "shm": "2Gi"}, "counts as memory"),
+        ({"memory": None, "shm": "129Gi"}, "of which --memory allows 128Gi"),
+        ({"kind": "trainjob", "ttl": 1}, "a TrainJob stays until it is deleted"),
+        ({"kind": "trainjob", "runtime": "a"}, "leave --restarts out, or --runtime"),
+        ({"kind": "trainjob", "runtime": "a", "gang": "volcano"}, "leave --gang out, or --runtime"),
+        ({"kind": "trainjob", "runtime": "a", "priority": "high"}, "leave --priority out, or --runtime"),
+        ({"folders": [("memory.states", "./offload")]}, "the root of pods is read-only"),
+        ({"folders": [("data.cache", "/tmpcache")]}, "give one below /tmp, or below the FOLDER of a"),
         ({"kind": "jobset", "elastic": (1, 2)}, "stays as it is"),
         ({"saves": False, "elastic": (1, 2)}, "the run saves and begins again"),
     ],
@@ -240,7 +397,7 @@ def test_launchers_in_pods_know_their_place(name: str) -> None:
         if jobs([last])
         else last["spec"]["trainer"]["env"]
     )
-    pod = {each["name"]: each["value"] for each in env} | {"JOB_COMPLETION_INDEX": "1"}
+    pod = {each["name"]: each.get("value", "") for each in env} | {"JOB_COMPLETION_INDEX": "1"}
     least, most = request.elastic or (request.pods, request.pods)
     address = (f"{request.first_pod}.{request.name}", 29500)
     assert hosts(pod) == (None if most == 1 else Hosts(1, least, most, address))
@@ -268,3 +425,196 @@ def test_apply_says_what_kubectl_says(tmp_path: Path, monkeypatch: pytest.Monkey
     kubectl.write_text("#!/bin/sh\necho no >&2; exit 3\n")
     with pytest.raises(LaunchError, match="status 3: no"):
         kubernetes.apply(manifests(SCRIPT))
+
+
+@pytest.mark.parametrize(
+    ("folder", "volumes", "fix"),
+    [
+        ("/run/a", [], {"volumes": ["runs:/run/a"]}),
+        ("/tmp/a", ["b:/c"], {"volumes": ["runs:/tmp/a"]}),
+        ("/etc/polyreme", ["b:/c"], {"folders": [("checkpoint.folder", "/c")]}),
+        ("/c/../run", ["b:/c"], {"folders": [("checkpoint.folder", "/c")]}),
+        ("run", ["b:/c"], {"folders": [("checkpoint.folder", "/c")]}),
+        ("run", [], {"volumes": ["runs:/run/out"], "folders": [("checkpoint.folder", "/run/out")]}),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_are_on_a_volume(kind: str, folder: str, volumes: list[str], fix: Any) -> None:
+    request = dataclasses.replace(
+        TRAIN, kind=kind, volumes=volumes, folders=[("checkpoint.folder", folder)], files={}
+    )
+    with pytest.raises(RequestError) as caught:
+        manifests(request)
+    [problem] = caught.value.problems
+    assert (problem.key, problem.value) == ("checkpoint.folder", folder)
+    words = [f"--volume {each.replace('runs', 'CLAIM')}" for each in fix.get("volumes", ())]
+    words += [f"--set {key}={value}" for key, value in fix.get("folders", ())]
+    assert problem.fix == f"give {' and '.join(words)}"
+    manifests(dataclasses.replace(request, **fix))
+
+
+def test_a_volume_of_a_patch_keeps_checkpoints() -> None:
+    patch = """
+kind: Job
+spec:
+  template:
+    spec:
+      volumes: [{name: nfs, nfs: {server: files, path: /}}]
+      containers: [{name: ranks, volumeMounts: [{name: nfs, mountPath: /nfs}]}]
+"""
+    request = dataclasses.replace(TRAIN, folders=[("checkpoint.folder", "/nfs/run")])
+    with pytest.raises(RequestError, match="it is on no volume"):
+        manifests(request)
+    with pytest.raises(RequestError, match="it is on no volume"):
+        read_only = patch.replace("mountPath", "readOnly: true, mountPath")
+        manifests(dataclasses.replace(request, patches={"a": read_only}))
+    manifests(dataclasses.replace(request, patches={"a": patch}))
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize(
+    ("status", "becomes"), [(0, "Succeed"), (75, "Ignore"), (1, "again"), (137, "again"), (2, "end")]
+)
+def test_how_a_pod_ends_decides_what_becomes_of_the_run(kind: str, status: int, becomes: str) -> None:
+    *_, last = documents = manifests(dataclasses.replace(TRAIN, kind=kind))
+    [job] = jobs(documents)
+    pod = SimpleNamespace(status=status, disrupted=False)
+    action = verdict(job["spec"], pod)  # type: ignore[arg-type]
+    if kind != "job" and action in ("Count", "FailJob"):
+        assert job["spec"]["backoffLimit"] == 0
+        reason = {"Count": "BackoffLimitExceeded", "FailJob": "PodFailurePolicy"}[action]
+        sets = last if kind == "jobset" else documents[-2]["spec"]["template"]
+        rules = sets["spec"]["failurePolicy"]["rules"]
+        named = [each["action"] for each in rules if reason in each["onJobFailureReasons"]]
+        action = {"FailJobSet": "FailJob"}.get([*named, "Count"][0], "Count")
+    assert action == {"again": "Count", "end": "FailJob"}.get(becomes, becomes)
+
+
+@examples(200)
+@given(st.text(st.sampled_from("a #:-é|>\t\n\r\x85\u2028'\"\\") | st.characters(exclude_categories=["Cs"])))
+def test_configs_are_written_as_they_are(config: str) -> None:
+    request = dataclasses.replace(TRAIN, files={"run.toml": config})
+    written = text(manifests(request))
+    first = next(yaml.safe_load_all(written))
+    assert first["data"] == {"run.toml": config} and first["immutable"] is True
+
+
+@pytest.mark.parametrize(
+    "config", ["a\nb", "a  \n\tb = 'é'\n\n  \n", "  a\nb: '|'\n", "\n# é\U0001f600\n- a\n"]
+)
+def test_people_can_read_configs(config: str) -> None:
+    written = text(manifests(dataclasses.replace(TRAIN, files={"run.toml": config})))
+    assert "  run.toml: |" in written
+    assert all(f"\n    {line}" in written for line in config.splitlines() if line.strip())
+
+
+def test_a_config_has_a_name_by_its_content() -> None:
+    names = []
+    for config in ("seed = 1", "seed = 2", "seed = 1"):
+        first, *_, last = manifests(dataclasses.replace(TRAIN, files={"run.toml": config}))
+        volumes = {each["name"]: each for each in last["spec"]["template"]["spec"]["volumes"]}
+        assert volumes["config"]["configMap"]["name"] == first["metadata"]["name"]
+        names.append(first["metadata"]["name"])
+    assert names[0] == names[2] != names[1] and all(each.startswith("llama-") for each in names)
+
+
+def pod_patch(text: str) -> str:
+    """A patch of the Job's pods."""
+    return f"kind: Job\nspec: {{template: {{spec: {text}}}}}"
+
+
+PATCHES = [
+    pod_patch("{affinity: {nodeAffinity: {a: 1}}, hostNetwork: true}"),
+    pod_patch("{containers: [{name: ranks, env: [{name: HOME, value: /x}, {name: USER, $patch: delete}]}]}"),
+    pod_patch("{containers: [{name: side, image: a}], initContainers: [{name: side, image: a}]}"),
+    pod_patch("{containers: [{name: ranks, resources: {limits: {cpu: null, memory: 1Gi}}}]}"),
+    pod_patch("{containers: [{name: ranks, securityContext: {$patch: replace, privileged: true}}]}"),
+    pod_patch("{containers: [{name: ranks, volumeMounts: [{mountPath: /more, $patch: delete}]}]}"),
+    pod_patch("{volumes: [{name: shm, emptyDir: {sizeLimit: 1Gi}}, {name: a, emptyDir: {}}]}"),
+    pod_patch("{volumes: [{name: a, emptyDir: {}}, {$patch: replace}]}"),
+    pod_patch("{securityContext: {$patch: delete}, tolerations: [{key: a}]}"),
+    pod_patch("{securityContext: null}"),
+    "kind: Job\nmetadata: {name: llama, annotations: {a: b}}\nspec: {suspend: null}",
+]
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_patches_are_merged_as_kubectl_does(patch: str, tmp_path: Path) -> None:
+    request = dataclasses.replace(TRAIN, tolerations=["b"])
+    before = manifests(request)[-1]
+    after = manifests(dataclasses.replace(request, patches={"a": patch}))[-1]
+    assert after != before
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    (tmp_path / "job.yaml").write_text(text([before]))
+    words = ["patch", "--local", "-f", "job.yaml", "--type", "strategic", "-o", "yaml", "-p", patch]
+    done = subprocess.run(["kubectl", *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert in_order(yaml.safe_load(done.stdout)) == in_order(after)
+
+
+def in_order(node: Any) -> Any:
+    """A manifest whose lists are in one order, without what is empty."""
+    if isinstance(node, dict):
+        found = {key: in_order(value) for key, value in node.items()}
+        return {key: value for key, value in found.items() if value not in ({}, None)}
+    return (
+        sorted(map(in_order, node), key=functools.partial(json.dumps, sort_keys=True))
+        if isinstance(node, list)
+        else node
+    )
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ("a: [", "it is no YAML"),
+        ("", "it has a document that is no map"),
+        ("- a", "it has a document that is no map"),
+        ("spec: {}", "it is for no kind, and there are ConfigMap llama-"),
+        ("kind: JobSet", "it is for JobSet, and there are"),
+        ("kind: Job\nmetadata: {name: other}", "it is for Job other, and there are"),
+        ("kind: Job", "it changes nothing of Job llama"),
+        ("kind: Job\nspec: {suspend: true}", "it changes nothing of Job llama"),
+        ("kind: Job\nspec: {ttlSecondsAfterFinished: null}", "it deletes spec.ttlSecondsAfterFinished"),
+        ("kind: Job\nspec: {completions: 3}", "it changes spec.completions, which the run depends on"),
+        ("kind: Job\nmetadata: {namespace: a}", "it changes metadata.namespace, which"),
+        ("kind: Job\napiVersion: batch/v2", "it changes apiVersion, which"),
+        ("kind: Job\nspec: {$retainKeys: [template]}", "spec has a directive other than $patch"),
+        ("kind: Job\nspec: {$patch: merged}", "spec has a directive other than $patch"),
+        ("kind: Job\nspec: {$patch: replace, a: 1}", "it changes spec.completions"),
+        ("kind: Job\nspec: null", "it changes spec.completions"),
+        ("kind: Service\nspec: {clusterIP: 1.2.3.4}", "it changes spec.clusterIP"),
+        ("kind: ConfigMap\ndata: {run.toml: a}", "it changes data"),
+        (pod_patch("{subdomain: a}"), "it changes spec.template.spec.subdomain"),
+        (pod_patch("{containers: [{name: ranks, command: [a]}]}"), "containers[ranks].command"),
+        (pod_patch("{containers: [{name: ranks, $patch: delete}]}"), "containers[ranks].name"),
+        (
+            pod_patch("{containers: [{name: a, $patch: delete}]}"),
+            "it deletes spec.template.spec.containers[a]",
+        ),
+        (pod_patch("{containers: [{image: a}]}"), "has an element without name, by which they are merged"),
+        (pod_patch("{containers: [a]}"), "containers has an element that is no map"),
+        (pod_patch("{containers: [{name: ranks, env: [{name: RANK, value: a}]}]}"), "env[RANK]"),
+        (pod_patch("{containers: [{name: ranks, env: null}]}"), "env[MASTER_ADDR]"),
+    ],
+)
+def test_patches_that_are_refused(patch: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        manifests(dataclasses.replace(TRAIN, patches={"a.yaml": patch}))
+    [problem] = caught.value.problems
+    assert (problem.key, problem.value) == ("--patch", "a.yaml") and said in problem.reason
+
+
+def test_lists_are_merged_by_the_keys_of_kubernetes() -> None:
+    package = pytest.importorskip("kubernetes_validate")
+    folder = Path(package.__file__).parent / "kubernetes-json-schema" / "v1.33.0-local"
+    known = {}
+    for kind in ("podspec", "container", "jobspec", "job"):
+        properties = json.loads((folder / f"{kind}-{'batch-v1' if 'job' in kind else 'v1'}.json").read_text())
+        for name, each in properties["properties"].items():
+            if each.get("type") == "array" or "items" in each:
+                known[name] = each.get("x-kubernetes-patch-merge-key")
+    assert {"tolerations", "command"} <= {*known}
+    ours = {name: key for name, key in MERGE_KEYS.items() if name in known}
+    assert ours == {name: key for name, key in known.items() if key and name != "ports"}

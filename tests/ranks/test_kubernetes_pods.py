@@ -14,7 +14,7 @@ import yaml
 from command import SOURCE, TINY, polyreme, write_text
 from examples import whole
 from hosts import Host, hosts, lacking
-from kubelet import Kubelet, Pod
+from kubelet import CLAIM, Kubelet, NotStartedError, Pod
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
 STEPS = 200
@@ -44,6 +44,7 @@ def nodes() -> Iterator[list[Host]]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The image's working folder, and a volume."""
+    tmp_path.chmod(0o755)
     (tmp_path / "volume").mkdir()
     return tmp_path
 
@@ -52,17 +53,17 @@ def kubelet(nodes: list[Host], folder: Path) -> Kubelet:
     image = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": SOURCE,
-        "HOME": str(folder),
+        "HOME": "/root",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return Kubelet(nodes, folder, {"runs": folder / "volume"}, image)
+    return Kubelet(nodes, folder, {"runs": folder / "volume"}, image, {"tracker": {"api-key": "a $(b)"}})
 
 
 def job(folder: Path, *words: str) -> list[dict[str, Any]]:
-    """The manifests that the command writes, with the volume at `folder`/out."""
+    """The manifests that the command writes, with the volume at CLAIM, of pods that are not root's."""
     command, *rest = words
-    options = ["--kubernetes", "--image", "here", "--volume", f"runs:{folder}/out"]
+    options = ["--kubernetes", "--image", "here", "--volume", f"runs:{CLAIM}", "--user", "4711"]
     options += [] if "--elastic" in rest else ["--pods", "2"]
     status, output, errors = polyreme(folder, command, *options, *rest)
     assert status == 0, errors
@@ -73,7 +74,7 @@ def test_a_script_in_two_pods_has_the_weights_of_one_host(nodes: list[Host], fol
     (folder / "script.py").write_text(SCRIPT)
     words = ["-n", "1", "script.py"]
     outcome = kubelet(nodes, folder).run(
-        job(folder, "launch", "--restarts", "0", *words, f"{folder}/out/weights", "$(HOME) '$$")
+        job(folder, "launch", "--restarts", "0", *words, f"{CLAIM}/weights", "$(HOME) '$$")
     )
     assert outcome.complete, outcome.said
     assert sorted((pod.index, pod.status) for pod in outcome.pods) == [(0, 0), (1, 0)], outcome.said
@@ -86,6 +87,53 @@ def test_a_script_in_two_pods_has_the_weights_of_one_host(nodes: list[Host], fol
     assert weights.endswith(b"2 $(HOME) '$$") and weights == (folder / "alone").read_bytes()
 
 
+PROBE = """
+import contextlib, os, sys, tempfile
+for folder in (".", "/", "/etc", "/etc/polyreme", "/var/tmp", "/srv", os.path.dirname(sys.executable)):
+    with contextlib.suppress(OSError):
+        open(os.path.join(folder, "written"), "w")
+        print("wrote to", folder)
+caches = [value for name, value in os.environ.items() if "CACHE" in name]
+for folder in ("/tmp", "/dev/shm", sys.argv[1], os.path.expanduser("~"), tempfile.gettempdir(), *caches):
+    os.makedirs(folder, exist_ok=True)
+    open(os.path.join(folder, "written"), "w")
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(*(status[name].split()[-1] for name in ("Uid", "Gid", "Groups", "CapEff", "CapBnd", "NoNewPrivs")))
+print(os.environ["API_KEY"])
+"""
+LIBRARIES = """
+import getpass, huggingface_hub.constants, numba, torch._inductor.codecache
+numba.njit(cache=True)(lambda x: x + 1)(1)
+assert os.listdir("/tmp/cache/numba"), "numba"
+assert torch._inductor.codecache.cache_dir() == "/tmp/cache/inductor"
+assert huggingface_hub.constants.HF_HOME == "/tmp/cache/huggingface"
+assert torch.compile(lambda x: x.sin() + 1)(torch.zeros(4)).tolist() == [1.0] * 4
+assert getpass.getuser() == "polyreme"
+"""
+
+
+@pytest.mark.parametrize("more", ["", pytest.param(LIBRARIES, marks=whole, id="libraries")])
+def test_pods_run_as_their_user_and_write_to_volumes_alone(
+    nodes: list[Host], folder: Path, more: str
+) -> None:
+    (folder / "probe.py").write_text(PROBE + more)
+    words = ["launch", "--restarts", "0", "--env", "API_KEY=secret:tracker/api-key", "--user", "4711:4712"]
+    documents = job(folder, *words, "--pods", "1", "probe.py", CLAIM)
+    outcome = kubelet(nodes, folder).run(documents)
+    assert outcome.complete and "wrote to" not in outcome.said, outcome.said
+    credentials, key = outcome.pods[0].output.read_text().splitlines()[1:]
+    assert credentials == f"4711 4712 4712 {0:016x} {0:016x} 1" and key == "a $(b)"
+    written = (folder / "volume" / "written").stat()
+    assert (written.st_uid, written.st_gid) == (4711, 4712)
+
+
+def test_pods_of_an_image_of_root_do_not_start_without_a_user(nodes: list[Host], folder: Path) -> None:
+    documents = job(folder, "launch", "--user", "1", "script.py")
+    del documents[-1]["spec"]["template"]["spec"]["securityContext"]["runAsUser"]
+    with pytest.raises(NotStartedError, match="runAsNonRoot"):
+        kubelet(nodes, folder).run(documents)
+
+
 @whole
 def test_a_job_ends_where_its_command_is_wrong(nodes: list[Host], folder: Path) -> None:
     outcome = kubelet(nodes, folder).run(job(folder, "launch", "--restarts", "0", "none.py"))
@@ -95,7 +143,7 @@ def test_a_job_ends_where_its_command_is_wrong(nodes: list[Host], folder: Path) 
 def write_run(folder: Path, steps: int = STEPS) -> None:
     """A config, and its text."""
     write_text(folder)
-    section = f'[checkpoint]\nfolder = "{folder}/out"\n'
+    section = f'[checkpoint]\nfolder = "{CLAIM}"\n'
     (folder / "run.toml").write_text(
         TINY.replace("length = 20", f"length = {steps}").replace("[checkpoint]\n", section)
     )

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from polyreme.errors import PolyremeError
+
+if TYPE_CHECKING:
+    from polyreme.config import Config
+    from polyreme.launch import pod_request
 
 BOTH, SLURM, KUBERNETES = "On a cluster", "With --slurm", "With --kubernetes"
 HOSTS, MPI = "With --hostfile", "With --mpi"
@@ -131,6 +135,50 @@ class Options:
     env: Annotated[
         list[str] | None,
         _option(KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable of the ranks; may be repeated."),
+    ] = None
+    scratch: Annotated[
+        str | None,
+        _option(KUBERNETES, "--scratch", metavar="SIZE", help="The most that /tmp may hold; 10Gi."),
+    ] = None
+    user: Annotated[
+        str | None,
+        _option(KUBERNETES, "--user", metavar="UID[:GID]", help="Run as it, if the image is root's."),
+    ] = None
+    gang: Annotated[
+        str | None,
+        _option(KUBERNETES, "--gang", metavar="volcano|plugins", help="Schedule all pods or none."),
+    ] = None
+    runtime: Annotated[
+        str | None, _option(KUBERNETES, "--runtime", metavar="NAME", help="The runtime of a trainjob.")
+    ] = None
+    service_account: Annotated[
+        str | None, _option(KUBERNETES, "--service-account", metavar="NAME", help="The pods' account.")
+    ] = None
+    priority: Annotated[
+        str | None, _option(KUBERNETES, "--priority", metavar="CLASS", help="The pods' priority class.")
+    ] = None
+    pull_secret: Annotated[
+        list[str] | None,
+        _option(KUBERNETES, "--pull-secret", metavar="NAME", help="What pulls the image; may be repeated."),
+    ] = None
+    node_selector: Annotated[
+        list[str] | None,
+        _option(KUBERNETES, "--node-selector", metavar="KEY=VALUE", help="Only nodes that have this label."),
+    ] = None
+    toleration: Annotated[
+        list[str] | None,
+        _option(KUBERNETES, "--toleration", metavar="KEY[=VALUE][:EFFECT]", help="Also nodes of this taint."),
+    ] = None
+    deadline: Annotated[
+        int | None, _option(KUBERNETES, "--deadline", metavar="SECONDS", min=1, help="End it after so long.")
+    ] = None
+    ttl: Annotated[
+        int | None,
+        _option(KUBERNETES, "--ttl", metavar="SECONDS", min=0, help="Delete it so long after its end."),
+    ] = None
+    patch: Annotated[
+        list[Path] | None,
+        _option(KUBERNETES, "--patch", metavar="FILE", help="Change the manifests, as kubectl patch does."),
     ] = None
     elastic: Annotated[
         str | None,
@@ -256,17 +304,19 @@ def start(
     *,
     saves: bool = False,
     config: Path | None = None,
+    folders: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Hand `polyreme WORDS`, which runs `ranks` ranks, to the cluster, and say what was handed over. A batch
     job is followed to its end.
 
     `source` gives the job its name. `saves`: the run saves when it is asked to. `config`: the one that
-    `arguments` name; pods get its text."""
+    `arguments` name; pods get its text. `folders`: those that it has the run write to, by their keys."""
     name = options.name or re.sub(r"[^a-z0-9]+", "-", f"polyreme-{Path(source).stem}".lower()).strip("-")
     if options.slurm:
         _submit(options, [sys.executable, "-m", "polyreme", *arguments], ranks, name, saves)
     else:
-        _write(options, ["polyreme", *arguments], ranks, name, saves, config)
+        request = _request(options, ["polyreme", *arguments], ranks, name, saves, config)
+        _write(options, dataclasses.replace(request, folders=folders))
 
 
 def _submit(options: Options, command: Sequence[str], ranks: int, name: str, saves: bool) -> None:
@@ -312,10 +362,10 @@ def _submit(options: Options, command: Sequence[str], ranks: int, name: str, sav
         batch_job.follow(job, saves=saves)
 
 
-def _write(
+def _request(
     options: Options, command: Sequence[str], ranks: int, name: str, saves: bool, config: Path | None
-) -> None:
-    from polyreme.launch import kubernetes
+) -> pod_request.Request:
+    from polyreme.launch import pod_request
     from polyreme.launch.manner import PATIENCE, SAVING
 
     if options.image is None:
@@ -324,27 +374,48 @@ def _write(
         raise typer.BadParameter(
             "apply them, or only print them: give one of the two", param_hint="--dry-run"
         )
-    names = ("image", "namespace", "queue", "gpus", "cpus", "memory", "shm", "restarts")
-    request = kubernetes.Request(
+    names = (
+        *("image", "namespace", "queue", "gang", "runtime", "user", "service_account", "priority"),
+        *("gpus", "cpus", "memory", "shm", "scratch", "env", "restarts", "deadline", "ttl", "kind"),
+    )
+    given = {each: getattr(options, each) for each in names}
+    return pod_request.Request(
         command,
         name=name,
         ranks=ranks,
         pods=options.nodes or 1,
-        kind=options.kind or "job",
+        pull_secrets=options.pull_secret or (),
+        node_selector=options.node_selector or (),
+        tolerations=options.toleration or (),
         volumes=options.volume or (),
-        env=options.env or (),
         elastic=options.bounds,
         saves=saves,
-        grace=SAVING + 2 * PATIENCE if saves else kubernetes.ENDING,
+        grace=SAVING + 2 * PATIENCE if saves else pod_request.ENDING,
         files={} if config is None else {pod_file(config).name: config.read_text("utf-8")},
-        **{each: getattr(options, each) for each in names},
+        patches={str(each): _read(each) for each in options.patch or ()},
+        **{each: value for each, value in given.items() if value is not None},
     )
+
+
+def _read(patch: Path) -> str:
+    try:
+        return patch.read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise typer.BadParameter(
+            f"{patch} cannot be read: {reason}; name a file of YAML", param_hint="--patch"
+        ) from None
+
+
+def _write(options: Options, request: pod_request.Request) -> None:
+    from polyreme.launch import kubernetes
+
     documents = kubernetes.manifests(request)
     if options.output and not options.dry_run:
         _save(options.output, kubernetes.text(documents))
     elif not options.apply:
         typer.echo(kubernetes.text(documents), nl=False)
-    what = f"{documents[-1]['kind']} {name}, {_size(options, ranks, 'pod')}"
+    what = f"{documents[-1]['kind']} {request.name}, {_size(options, request.ranks, 'pod')}"
     if options.apply:
         typer.echo(kubernetes.apply(documents), nl=False)
         typer.echo(f"applied: {what}")
@@ -354,9 +425,29 @@ def _write(
         typer.echo(f"{what}; {how}", err=True)
 
 
+def in_pods(config: Path, checked: Config) -> tuple[Path, list[str], list[tuple[str, str]]]:
+    """Where pods have the config, options of theirs, and the folders that the run writes to, by their
+    keys."""
+    from polyreme.config.schema import tiers_of
+    from polyreme.launch.pod_request import SCRATCH
+
+    memory = checked.memory
+    homes = {each: getattr(memory, each) for each in ("states", "params", "gradients", "activations")}
+    folders = [("checkpoint.folder", checked.checkpoint.folder)] + [
+        (f"memory.{key}", folder)
+        for key, home in homes.items()
+        for folder in tiers_of(home)[0]
+        if folder not in ("device", "host", "auto", "keep", "recompute")
+    ]
+    if Path(checked.data.cache).is_absolute():
+        return pod_file(config), [], [*folders, ("data.cache", checked.data.cache)]
+    # below the folder of the image, which is read-only
+    return pod_file(config), ["--set", f"data.cache={SCRATCH}/cache/polyreme"], folders
+
+
 def pod_file(config: Path) -> Path:
     """Where pods have the config."""
-    from polyreme.launch.kubernetes import CONFIGS
+    from polyreme.launch.pod_request import CONFIGS
 
     plain = re.fullmatch(r"[A-Za-z0-9][-._A-Za-z0-9]*", config.name)
     return Path(CONFIGS, config.name if plain else f"run{config.suffix}")

@@ -348,9 +348,13 @@ class _Again:
             )
         ranks = asked or config.launch.ranks or 1
         config.resolve(ranks * cluster.hosts)
-        there = clusters.pod_file(self.config) if cluster.kubernetes else self.config
-        arguments = self.arguments(there, "-n", str(ranks), "--stopped-status", str(STOPPED))
-        clusters.start(cluster, arguments, ranks, str(self.config), saves=True, config=self.config)
+        if cluster.kubernetes:
+            there, more, folders = clusters.in_pods(self.config, config)
+        else:
+            there, more, folders = self.config, [], []
+        arguments = self.arguments(there, *more, "-n", str(ranks), "--stopped-status", str(STOPPED))
+        source = str(self.config)
+        clusters.start(cluster, arguments, ranks, source, saves=True, config=self.config, folders=folders)
 
     def elsewhere(self, cluster: clusters.Options, config: Config, asked: int | None) -> None:
         """Run it on the hosts of a hostfile, or by mpirun."""
