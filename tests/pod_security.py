@@ -26,6 +26,17 @@ def broken(pod: Mapping[str, Any], annotations: Mapping[str, str] | None = None)
     return {*_of_pod(pod, annotations or {})}
 
 
+def pods(node: Any) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """The specs of pods, wherever they are, and the annotations of their templates."""
+    if isinstance(node, list):
+        for each in node:
+            yield from pods(each)
+    elif isinstance(node, dict):
+        if "containers" in node.get("spec", {}):
+            yield node["spec"], node.get("metadata", {}).get("annotations", {})
+        yield from pods([*node.values()])
+
+
 def _of_pod(pod: Mapping[str, Any], annotations: Mapping[str, str]) -> Iterator[str]:
     security = pod.get("securityContext", {})
     if any(pod.get(name) for name in ("hostNetwork", "hostPID", "hostIPC")):

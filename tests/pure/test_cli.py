@@ -16,6 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from pod_security import broken, pods
 from polyreme.checkpoint.manifest import File, Resume, write
 from polyreme.cli import main
 from polyreme.compat.finder import SITE
@@ -582,6 +583,30 @@ def test_launch_hands_a_script_to_a_cluster(tmp_path: Path, launched: list[objec
         "c",
     ]
     assert launched == []
+
+
+def test_the_commands_of_the_page_write_restricted_pods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(main.__file__).parents[3] / "docs" / "cluster.md"
+    section = page.read_text("utf-8").split("\n## Kubernetes\n")[1].split("\n## ")[0]
+    commands = re.findall(r"^polyreme (.*?)(?: \| kubectl apply -f -)?$", section, re.MULTILINE)
+    assert (
+        len(commands) == section.count("polyreme launch --") + section.count("polyreme train run.toml") == 6
+    )
+    [patch] = re.findall(r"^```yaml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (tmp_path / "patch.yaml").write_text(patch)
+    (tmp_path / "run.toml").write_text(GOOD.replace("size = 8", "size = 16"))
+    (tmp_path / "kubectl").write_text("#!/bin/sh\n/bin/cat\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for command in commands:
+        status, output, errors = polyreme(*command.split())
+        assert status == 0, errors
+        documents = list(yaml.safe_load_all(output.partition("applied: ")[0]))
+        found = list(pods(documents))
+        assert found and not any(broken(*each) for each in found), command
 
 
 @pytest.mark.parametrize(

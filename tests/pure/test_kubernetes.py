@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 
 from examples import examples
 from kubelet import verdict
-from pod_security import broken
+from pod_security import broken, pods
 from polyreme.distributed.environment import detect
 from polyreme.errors import LaunchError
 from polyreme.launch import kubernetes
@@ -112,7 +111,11 @@ def test_manifests_are_those_that_were_read_through(name: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_kubernetes_takes_them(name: str) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
-    valid = functools.partial(validate, desired_version="1.33", strict=True)
+
+    def valid(document: dict[str, Any]) -> None:
+        for version in ("1.33", "1.37"):  # the first that has all of it, and the last
+            validate(document, version, strict=True)
+
     documents = manifests(FORMS[name])
     for each in documents:
         if each["kind"] in ("ConfigMap", "Service", "Job"):
@@ -152,17 +155,6 @@ def jobs(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
             spec = each["spec"] if each["kind"] == "JobSet" else each["spec"]["template"]["spec"]
             found += [{"metadata": {"name": "x"}, **job["template"]} for job in spec["replicatedJobs"]]
     return found
-
-
-def pods(node: Any) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
-    """The specs of pods, wherever they are, and the annotations of their templates."""
-    if isinstance(node, list):
-        for each in node:
-            yield from pods(each)
-    elif isinstance(node, dict):
-        if "containers" in node.get("spec", {}):
-            yield node["spec"], node.get("metadata", {}).get("annotations", {})
-        yield from pods([*node.values()])
 
 
 def check_pod(pod: dict[str, Any]) -> None:

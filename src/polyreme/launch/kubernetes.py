@@ -16,7 +16,7 @@ import yaml
 
 from polyreme.errors import LaunchError, Problem
 from polyreme.launch.manifests import Manifest, build
-from polyreme.launch.pod_request import SCRATCH, Request, request_problems, volume_problems
+from polyreme.launch.pod_request import CONTAINER, SCRATCH, Request, request_problems, volume_problems
 from polyreme.launch.requests import RequestError
 from polyreme.launch.strategic_merge import patched
 
@@ -45,7 +45,7 @@ def _folder_problems(request: Request, documents: Sequence[Manifest]) -> Iterato
         PurePosixPath(each["mountPath"]): volumes.get(each["name"], {})
         for container in pod["containers"]
         for each in container.get("volumeMounts", ())
-        if not each.get("readOnly")
+        if container["name"] == CONTAINER[request.kind] and not each.get("readOnly")
     }
     kept = [str(path) for path, volume in mounts.items() if not {*GONE} & {*volume}]
     for key, folder in request.folders:
