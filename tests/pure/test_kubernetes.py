@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples import examples
+from examples import examples, whole
 from kubelet import verdict
 from pod_security import broken, pods
 from polyreme.distributed.environment import detect
@@ -530,7 +530,7 @@ PATCHES = [
 ]
 
 
-@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("patch", [*PATCHES[:3], *(pytest.param(each, marks=whole) for each in PATCHES[3:])])
 def test_patches_are_merged_as_kubectl_does(patch: str, tmp_path: Path) -> None:
     request = dataclasses.replace(TRAIN, tolerations=["b"])
     before = manifests(request)[-1]
@@ -543,6 +543,38 @@ def test_patches_are_merged_as_kubectl_does(patch: str, tmp_path: Path) -> None:
     done = subprocess.run(["kubectl", *words], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert in_order(yaml.safe_load(done.stdout)) == in_order(after)
+
+
+def replicated(job: str) -> str:
+    """A patch of the pods of a JobSet's only Job."""
+    pod = "{spec: {template: {spec: {hostNetwork: true}}}}"
+    return f"replicatedJobs: [{{name: {job}, template: {pod}}}]"
+
+
+@pytest.mark.parametrize(
+    ("form", "patch"),
+    [
+        ("jobset", f"kind: JobSet\nspec: {{{replicated('ranks')}}}"),
+        ("trainjob", f"kind: TrainingRuntime\nspec: {{template: {{spec: {{{replicated('node')}}}}}}}"),
+        (
+            "trainjob-runtime",
+            "kind: TrainJob\nspec: {runtimePatches: [{manager: polyreme/launch, trainingRuntimeSpec: "
+            f"{{template: {{spec: {{{replicated('node')}}}}}}}}}]}}",
+        ),
+    ],
+)
+def test_patches_reach_the_pods_of_every_kind(form: str, patch: str) -> None:
+    def written(patch: str) -> list[dict[str, Any]]:
+        return manifests(dataclasses.replace(FORMS[form], patches={"a": patch}))
+
+    [(before, _)] = pods(manifests(FORMS[form]))
+    [(after, _)] = pods(written(patch))
+    assert after == {**before, "hostNetwork": True} and broken(after) == {"Host Namespaces"}
+    with pytest.raises(RequestError, match="which the run depends on"):
+        written(patch.replace("template:", "$patch: delete, x:"))
+    with pytest.raises(RequestError, match="which the run depends on"):
+        name = "node" if "node" in patch else "ranks"
+        written(patch.replace("hostNetwork: true", f"containers: [{{name: {name}, $patch: delete}}]"))
 
 
 def in_order(node: Any) -> Any:
