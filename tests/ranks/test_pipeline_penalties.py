@@ -3,6 +3,7 @@ an error at once, also where autograd has no record of it."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -31,25 +32,28 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """Its forward adds `term(self)` to its loss; nothing by default."""
+    """Its forward adds `term(self)` to its loss, and `early(self)`, which it computes before its blocks;
+    nothing by default."""
 
     term: Callable[[Net], Any] | None = None
+    early: Callable[[Net], Any] | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(6, 6)
         self.layers = nn.ModuleList(Block() for _ in range(4))
         self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 4)
-        self.captured = {"all": list(self.parameters())}
+        self.captured: dict[str, list[Any]] = {"all": list(self.parameters())}
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        early = self.early(self) if self.early else 0
         x = self.enter(x)
         for layer in self.layers:
             x = layer(x)
         output = self.head(self.norm(x))
         if y is None:
             return output  # type: ignore[no-any-return]
-        return F.mse_loss(output, y) + (self.term(self) if self.term else 0)
+        return F.mse_loss(output, y) + early + (self.term(self) if self.term else 0)
 
 
 def squares(parameters: Any) -> Any:
@@ -65,7 +69,8 @@ def sizes(net: Net) -> float:
     """What a model may ask of all its parameters."""
     first = next(net.parameters())
     assert first.dtype == torch.float64 and first.device.type == "cpu" and first.requires_grad
-    return 0.0 * sum(p.numel() for p in net.layers.parameters())
+    assert len(list(net.parameters())) == len(net.captured["all"])
+    return 1e-3 * sum(p.numel() for p in net.parameters())
 
 
 TERMS: dict[str, Callable[[Net], Any]] = {
@@ -87,6 +92,16 @@ TERMS: dict[str, Callable[[Net], Any]] = {
     "captured detached": lambda net: squares(p.detach() for p in net.captured["all"]),
 }
 """Terms of a loss that read what another stage has."""
+LATER: dict[str, Callable[[Any], Any]] = {
+    "detached": lambda own: squares(p.detach() for p in own),
+    "data": lambda own: squares(p.data for p in own),
+    "no_grad": lambda own: without_gradients(own),
+    "item": lambda own: squares(own).item(),
+    "each item": lambda own: sum(0.1 * p.pow(2).sum().item() for p in own),
+    "weight": lambda own: squares(own),
+    "block": lambda own: squares(p.detach() for p in own[:2]),
+}
+"""Terms of parameters that were taken after `initialize`: those that this rank has."""
 RIGHT: dict[str, Callable[[Net], Any]] = {
     "head": lambda net: squares(net.head.parameters()),
     "norm": lambda net: squares([net.norm.weight]),
@@ -106,6 +121,9 @@ def build(term: Callable[[Net], Any] | None, where: str) -> tuple[Net, Any]:
     net = Net().double()
     if where == "forward":
         net.term = term  # type: ignore[method-assign]
+        return net, None
+    if where == "before":
+        net.early = term  # type: ignore[method-assign]
         return net, None
     if where == "scale":
         return net, lambda output, y: F.mse_loss(output, y) * (1 + term(net))  # type: ignore[misc]
@@ -137,6 +155,7 @@ def run(rank: int, world: int, term: Callable[[Net], Any], where: str, sections:
     }
     net, loss_fn = build(term, where)
     engine = polyreme.initialize(net, config, loss_fn=loss_fn)
+    net.captured["own"] = list(net.parameters())
     for step in range(STEPS):
         x, y = batch(step)
         found = engine.train_step({"x": x, "y": y} if loss_fn is None else (x, y)).loss
@@ -146,7 +165,7 @@ def run(rank: int, world: int, term: Callable[[Net], Any], where: str, sections:
         torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("where", ["forward", "loss_fn", pytest.param("scale", marks=whole)])
+@pytest.mark.parametrize("where", ["forward", "loss_fn", "before", pytest.param("scale", marks=whole)])
 @pytest.mark.parametrize("term", [pytest.param(t, marks=() if t in USUAL else whole) for t in TERMS])  # type: ignore[arg-type]
 def test_a_loss_that_reads_what_another_stage_has_is_refused(term: str, where: str) -> None:
     with pytest.raises(RanksFailed) as failed:
@@ -155,6 +174,58 @@ def test_a_loss_that_reads_what_another_stage_has_is_refused(term: str, where: s
     assert errors, failed.value
     for error in errors:
         assert re.search(PENALTY, str(error))
+
+
+@pytest.mark.parametrize("begins", [pytest.param(0, marks=whole), 1])
+@pytest.mark.parametrize("term", [pytest.param(t, marks=() if t == "item" else whole) for t in LATER])  # type: ignore[arg-type]
+def test_parameters_taken_after_initialize_are_refused_whenever_they_are_read(term: str, begins: int) -> None:
+    def penalty(net: Net) -> Any:
+        calls = net.captured.setdefault("calls", [])
+        calls.append(None)
+        return LATER[term](net.captured["own"]) if len(calls) > 2 * begins and "own" in net.captured else 0
+
+    with pytest.raises(RanksFailed, match=PENALTY):
+        threads.run(2, run, penalty, "loss_fn", {})
+
+
+class Averaging(Net):
+    """Keeps a running mean, in a buffer of `owner`, of what it computes before its blocks."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self.owner = owner
+        self.get_submodule(owner).register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        owner = self.get_submodule(self.owner)
+        owner.mean = 0.9 * owner.mean + self.enter(x).detach().mean(0)  # type: ignore[operator, assignment]
+        return super().forward(x, y)
+
+
+def average(rank: int, world: int, owner: str) -> None:
+    torch.manual_seed(0)
+    net = Averaging(owner).double()
+    plain = copy.deepcopy(net)
+    config = {
+        "precision": {"compute": "fp64"},
+        "batch": {"size": SAMPLES, "micro": 4},
+        "mesh": {"pp": world},
+    }
+    engine = polyreme.initialize(net, config)
+    x, y = batch(0)
+    engine.train_step({"x": x, "y": y})
+    for i in range(0, SAMPLES, 4):
+        plain(x[i : i + 4])
+    name = f"{owner}.mean".lstrip(".")
+    expected = dict(plain.named_buffers())[name]
+    torch.testing.assert_close(engine.state_dict()[name], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_buffer_that_is_computed_before_the_blocks_is_right_or_refused() -> None:
+    threads.run(2, average, "enter")
+    said = r"stage 1 has the buffer mean, but computes it with enter\.weight.*register it in the module"
+    with pytest.raises(RanksFailed, match=said):
+        threads.run(2, average, "")
 
 
 INTERLEAVED: dict[str, Any] = {"pipeline": {"schedule": "zb-v"}}
@@ -170,7 +241,7 @@ def several(rank: int, world: int, where: str) -> None:
             run(rank, world, term, where, INTERLEAVED)
 
 
-@pytest.mark.parametrize("where", ["forward", "loss_fn"])
+@pytest.mark.parametrize("where", ["forward", "loss_fn", "before"])
 def test_what_the_last_stage_has_all_of_is_right(where: str) -> None:
     threads.run(2, several, where)
 

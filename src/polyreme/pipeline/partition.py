@@ -36,7 +36,7 @@ from polyreme.models.huggingface import (
     training_arguments,
 )
 from polyreme.pipeline.intercept import Answer, answer_like, answer_with, argument, intercepted, wrapped
-from polyreme.pipeline.placeholders import StandIn, mark, placeholder
+from polyreme.pipeline.placeholders import StandIn, follow, mark, placeholder
 
 # ---- the partition
 
@@ -241,7 +241,10 @@ class _Use:
             return set()
         uses = set(self._seen.uses.get(id(tensor), ()))
         if self._seen.complete:
-            return uses or (set() if len(outside) < len(names) else {"after"})
+            if uses or len(outside) < len(names):
+                return uses
+            # a tower, of which texts need nothing, is before its language model
+            return {"after"} if self._early.isdisjoint(outside) else {"before"}
         if self._seen.reached:  # all uses before the blocks are known
             return uses | ({"after"} if not uses or len(outside) > 1 else set())
         return {"before" if name in self._early else "after" for name in outside}
@@ -396,7 +399,7 @@ def keep_stages(
         what = f"{names[0]}, which stage {partition.stages_of[names[0]][0]} has"
         mark(stand_in, what)
         if not is_buffer:
-            tensor._of_another_stage = what  # type: ignore[attr-defined]
+            follow(tensor, names[0], forbidden=True)  # a user may hold it
         for name in names:
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)

@@ -2,19 +2,19 @@
 
 Invariant: a stand-in has shape, dtype and device of what it stands for, and no numbers that mean anything.
 What floats of it requires grad, so that whatever is computed from it with gradients on can be told by its
-graph. What a user asks of its numbers raises ModelError, and so does what a forward or a loss asks of another
-stage's block. No communication."""
+graph. What has no record in a graph is a stand-in itself. What a user asks of its numbers raises ModelError,
+and so does what a forward asks without a record once it is at the stage's own blocks, or a loss. No
+communication."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
@@ -27,45 +27,58 @@ def placeholder(like: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
 
 
 class _Running(threading.local):
-    """What runs in this thread. stages: how many, which may compute with stand-ins; done: the last one has
-    run its last block, from where on nothing of earlier stages is right."""
+    """What runs in this thread. stages: how many, which may compute with stand-ins; counts: one of them has
+    come to its own blocks, from where on nothing of other stages is right."""
 
     stages = 0
-    done = False
+    counts = False
 
 
 RUNNING = _Running()
+FORMS = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+"""What takes of its other arguments nothing but shape, dtype or device."""
 
 
 class StandIn(Tensor):
-    """The class of what stands in for a parameter or buffer of another stage, `of` this name. in_block: it is
-    of a block, which no other stage computes with."""
+    """The class of what stands in for a parameter or buffer of another stage, `of` this name, and of what is
+    computed from one where autograd has no record of it. forbidden: no stage computes with it. recorded:
+    autograd tells what is computed from it."""
 
     of: str
-    in_block: bool
+    forbidden: bool
+    recorded: bool
     is_buffer: bool
 
     @classmethod
     def make(
-        cls, like: Tensor, of: str, in_block: bool, device: torch.device, dtype: torch.dtype | None = None
+        cls, like: Tensor, of: str, forbidden: bool, device: torch.device, dtype: torch.dtype | None = None
     ) -> StandIn:
         """One for `like`, of which another stage has the numbers."""
         made = placeholder(like, device, (dtype if like.is_floating_point() else None) or like.dtype)
         made = made.as_subclass(cls)
-        made.of, made.in_block, made.is_buffer = of, in_block, not isinstance(like, nn.Parameter)
+        made.is_buffer = not isinstance(like, nn.Parameter)
+        made.of, made.forbidden = of, forbidden and not made.is_buffer
+        made.recorded = made.is_floating_point() or made.is_complex()
         return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (what := touching(func)) is not None:
-            unseen = RUNNING.done and (not torch.is_grad_enabled() or what in ("detach", "data"))
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, StandIn) and (
-                    not RUNNING.stages or unseen or (leaf.in_block and not leaf.is_buffer)
-                ):
-                    leaf.refuse(what)
+        what = touching(func)
+        leaves = pytree.tree_leaves((args[:1] if what in FORMS else args, kwargs)) if what else []
+        read = [leaf for leaf in leaves if isinstance(leaf, StandIn)]
+        graph = torch.is_grad_enabled() and what not in ("detach", "data")
+        for leaf in read:
+            if not RUNNING.stages or leaf.forbidden or (RUNNING.counts and not (graph and leaf.recorded)):
+                leaf.refuse(str(what))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if not read:
+                return result
+            source = next((leaf for leaf in read if not leaf.recorded), read[0])
+            for made in pytree.tree_leaves(result):
+                if isinstance(made, Tensor) and not (source.recorded and made.requires_grad):
+                    follow(made, source.of)
+            return result
 
     def refuse(self, what: str) -> NoReturn:
         raise ModelError(REFUSED.format(what, self.of))
@@ -80,6 +93,12 @@ class StandIn(Tensor):
         self.refuse("pickling (torch.save, copy.copy)")
 
 
+def follow(made: Tensor, of: str, forbidden: bool = False) -> None:
+    """Make `made`, which has no record in a graph of being `of` another stage, a stand-in."""
+    made.__class__ = StandIn
+    vars(made).update(of=of, forbidden=forbidden, recorded=False, is_buffer=not forbidden)
+
+
 INSTEAD = "use optimizer.weight_decay, or set mesh.pp = 1"
 """What to do in place of a penalty."""
 REFUSED = (
@@ -90,36 +109,31 @@ REFUSED = (
 )
 
 
-@contextmanager
-def shown(model: nn.Module, watches: bool) -> Iterator[None]:
-    """Have `parameters()` and the like yield the stand-ins, too, so that what goes over all parameters meets
-    one; and, if it `watches`, refuse parameters that were taken from the model before it was cut."""
-    added = [
-        (module, name)
+Absent = list[tuple[dict[str, Any], str, StandIn]]
+"""Where a model has stand-ins for parameters: a module's parameters, and a name among them."""
+
+
+def absent(model: nn.Module) -> Absent:
+    """What `shown` shows of `model`."""
+    return [
+        (module._parameters, name, value)
         for module in model.modules()
         for name, value in vars(module).items()
         if isinstance(value, StandIn) and not value.is_buffer
     ]
-    for module, name in added:
-        module._parameters[name] = vars(module)[name]
+
+
+@contextmanager
+def shown(found: Absent) -> Iterator[None]:
+    """Have `parameters()` and the like yield the stand-ins, too, so that what goes over all parameters counts
+    them, or meets one."""
+    for parameters, name, value in found:
+        parameters[name] = value
     try:
-        with _Taken() if watches else nullcontext():
-            yield
+        yield
     finally:
-        for module, name in added:
-            del module._parameters[name]
-
-
-class _Taken(TorchFunctionMode):
-    """Refuses what reads a parameter that another stage has, and that a user holds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # what a user compiled has this in its graph, too
-        if not torch.compiler.is_compiling() and (what := touching(func)) is not None:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, nn.Parameter) and is_marked(leaf):
-                    raise ModelError(REFUSED.format(what, vars(leaf)["_of_another_stage"].partition(",")[0]))
-        return func(*args, **(kwargs or {}))
+        for parameters, name, _ in found:
+            del parameters[name]
 
 
 def mark(tensor: Tensor, what: str) -> None:

@@ -5,14 +5,14 @@ Until its first block a stage computes only what does not depend on other stages
 embeddings); then the block is given what the stage before sent, and at the next stage's first block the
 forward ends.
 
-Invariant: what a stage puts out is computed from what it received and from its own parameters. Its first
-forward follows the graph to make sure. No communication: what goes from stage to stage is passed in and
-returned (`pipeline.run` sends it).
+Invariant: what a stage puts out is computed from what it received and from its own parameters. The first
+forward with other arguments than before follows the graph to make sure. No communication: what goes from
+stage to stage is passed in and returned (`pipeline.run` sends it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -25,7 +25,18 @@ from polyreme.errors import ModelError
 from polyreme.models.huggingface import tensors_in
 from polyreme.pipeline.intercept import Intercepts, answer_with, argument, intercepted, wrapped
 from polyreme.pipeline.partition import PipelinePartition
-from polyreme.pipeline.placeholders import INSTEAD, RUNNING, Alias, foreign, is_marked, output_of, shown
+from polyreme.pipeline.placeholders import (
+    INSTEAD,
+    RUNNING,
+    Alias,
+    StandIn,
+    absent,
+    follow,
+    foreign,
+    is_marked,
+    output_of,
+    shown,
+)
 
 
 class Stage:
@@ -35,19 +46,21 @@ class Stage:
     Several stages of one rank (interleaved schedules) are several `Stage`s on one model.
     """
 
-    def __init__(
-        self, model: nn.Module, partition: PipelinePartition, index: int, watches: bool = True
-    ) -> None:
-        """watches: its first forward looks for parameters that a user holds and another stage has. What is
-        compiled would be compiled with that."""
-        self.index, self._watches = index, watches
+    def __init__(self, model: nn.Module, partition: PipelinePartition, index: int) -> None:
+        self.index = index
         self.is_first, self.is_last = index == 0, index == partition.stages - 1
         self._model, self._partition = model, partition
         self._first, self._stop = partition.bounds[index : index + 2]
         self._received: Any = None
         self.running = False
         self._next = 0  # the block to be called next
-        self._checked = self.is_first and self.is_last
+        self._absent = absent(model)
+        self._buffers = [
+            (module._buffers, name, f"{path}.{name}".lstrip("."))
+            for path, module in model.named_modules()
+            for name in module._buffers
+        ]
+        self._checked: dict[Hashable, dict[int, str]] = {}  # by which arguments are given
         self._intercepts: Intercepts = {}
 
     def __call__(self, forward: Callable[[], Any], received: Any = None) -> Any:
@@ -67,13 +80,12 @@ class Stage:
         self._received, self._next, self.running = received, 0, True
         RUNNING.stages += 1
         try:
-            looks = nullcontext() if self._checked else shown(self._model, self._watches)
-            with looks, wrapped(self._model, self._forward):
+            with shown(self._absent), wrapped(self._model, self._forward):
                 return forward()
         finally:
             self._received, self.running = None, False
             RUNNING.stages -= 1
-            RUNNING.done = False
+            RUNNING.counts = False
 
     def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward as this stage."""
@@ -99,8 +111,11 @@ class Stage:
                 f"{names[self._next]}; a pipeline needs every block to be called "
                 "once, in order (turn layer drop off)"
             )
-        if not self._checked and torch.is_grad_enabled():
-            if (what := foreign(tensors_in(output))) is not None:
+        given = (*(each is None for each in args), *sorted(k for k in kwargs if kwargs[k] is not None))
+        tensors = tensors_in(output)
+        if given not in self._checked and torch.is_grad_enabled():
+            found = [foreign([tensor]) for tensor in tensors]
+            if what := next(filter(None, found[:1] if self.is_last else found), None):
                 raise ModelError(
                     f"stage {self.index} computes with {what}: only the blocks' "
                     "first argument is sent from stage to stage. Cut the model "
@@ -108,7 +123,19 @@ class Stage:
                     "they need in that argument, and do x + block(x) themselves; for a penalty "
                     f"over weights {INSTEAD}"
                 )
-            self._checked = True
+            self._checked[given] = {i: what for i, what in enumerate(found) if what}
+        for i, what in self._checked.get(given, {}).items():  # beside the loss, such as a tower's output
+            follow(tensors[i], what)
+        for buffers, key, name in self._buffers:
+            if not isinstance(buffer := buffers[key], StandIn):
+                continue
+            if self.index in self._partition.stages_of[name]:
+                raise ModelError(
+                    f"stage {self.index} has the buffer {name}, but computes it with {buffer.of}, which "
+                    "another stage has: register it in the module whose output it is computed from, or set "
+                    "mesh.pp = 1"
+                )
+            buffer.__class__ = Tensor  # type: ignore[assignment]  # another stage's counts
         return output
 
     def _through(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,8 +149,9 @@ class Stage:
                 "called once, in order (turn layer drop off)"
             )
         self._next += 1
+        RUNNING.counts = index >= self._first
         if self._first < index < self._stop or (index == self._first and self.is_first):
-            return self._call(index, block, args, kwargs)
+            return block(*args, **kwargs)
         key, value = argument(args, kwargs)
         if index < self._first:
             return answer_with(
@@ -136,13 +164,7 @@ class Stage:
             args = (*args[:key], received, *args[key + 1 :])
         else:
             kwargs = {**kwargs, key: received}
-        return self._call(index, block, args, kwargs)
-
-    def _call(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a block of this stage."""
-        output = block(*args, **kwargs)
-        RUNNING.done = self.is_last and index == self._stop - 1
-        return output
+        return block(*args, **kwargs)
 
 
 def refuse_calls(model: nn.Module, partition: PipelinePartition, stages: Collection[Stage]) -> None:

@@ -237,7 +237,7 @@ def build(
         buffer.data = buffer.data.to(mesh.device).contiguous()
     if partition is None:
         return Built(placement, {0: whole}, blocks)
-    stages = {stage: Stage(module, partition, stage, not config.compile) for stage in pipeline.mine}
+    stages = {stage: Stage(module, partition, stage) for stage in pipeline.mine}
     refuse_calls(module, partition, stages.values())
     return Built(placement, stages, blocks)
 

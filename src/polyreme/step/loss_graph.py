@@ -7,12 +7,16 @@ is put together from."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from polyreme.errors import BatchError, ModelError
+from polyreme.models.tensor_access import touching
 
 MEAN, SUM = 1, 2
 """torch's numbers of reductions."""
@@ -161,7 +165,45 @@ def refuse_penalty(
         if name.startswith(tuple(among)) or (p.numel() > 1 and not is_last)
     }
     given = {tensor.grad_fn for tensor in outputs}
-    found: dict[Any, tuple[bool, str, int]] = {}  # whether it depends on these; a parameter, and its size
+    found = _depending(loss, given, names)
+    if not found[loss.grad_fn][0]:  # nothing of the stages before is trained
+        return
+    for node in [node for node, (depends, *_) in found.items() if depends and node not in given]:
+        for each, output in [edge for edge in node.next_functions if edge[0] is not None]:
+            depends, name, size = found[each]
+            # a single number may scale much; a term of the loss is added to a number
+            if not depends and _size(each, output) == 1 and size > (_size(node, 0) > 1):
+                raise ModelError(_PENALTY.format(name))
+
+
+class Unrecorded(TorchFunctionMode):
+    """Refuses what a loss reads of parameters, by `names` for their ids, so that autograd has no record of
+    it; `outputs` are the model's."""
+
+    def __init__(self, names: Mapping[int, str], outputs: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._names, self._given = names, {tensor.grad_fn for tensor in outputs} - {None}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # what a user compiled has this in its graph, too
+        if not torch.compiler.is_compiling() and (what := touching(func)) is not None:
+            takes = what in ("detach", "data", "item", "tolist", "__float__")
+            for leaf in pytree.tree_leaves((args, kwargs)) if takes or not torch.is_grad_enabled() else ():
+                name = self._names.get(id(leaf))
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    depends, of, _ = _depending(leaf, self._given, self._names)[leaf.grad_fn]
+                    name = None if depends else of
+                if name:
+                    raise ModelError(_PENALTY.format(name))
+        return func(*args, **(kwargs or {}))
+
+
+def _depending(
+    loss: Tensor, given: Collection[Any], names: Mapping[int, str]
+) -> dict[Any, tuple[bool, str, int]]:
+    """By node of its graph as far as `given`: whether it depends on these or on what is no parameter; and the
+    largest of the parameters that have `names`, and its size."""
+    found: dict[Any, tuple[bool, str, int]] = {}
     todo = [loss.grad_fn]
     while todo:  # a node after those below it
         node: Any = todo[-1]
@@ -178,14 +220,7 @@ def refuse_penalty(
         else:
             depends = node in given or any(each[0] for each in edges)
             found[node] = depends, *max((each[1:] for each in edges), key=lambda of: of[1], default=("", 0))
-    if not found[loss.grad_fn][0]:  # nothing of the stages before is trained
-        return
-    for node in [node for node, (depends, *_) in found.items() if depends and node not in given]:
-        for each, output in [edge for edge in node.next_functions if edge[0] is not None]:
-            depends, name, size = found[each]
-            # a single number may scale much; a term of the loss is added to a number
-            if not depends and _size(each, output) == 1 and size > (_size(node, 0) > 1):
-                raise ModelError(_PENALTY.format(name))
+    return found
 
 
 def _size(node: Any, output: int) -> int:

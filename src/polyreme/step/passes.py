@@ -21,13 +21,13 @@ from polyreme.errors import NumericsError
 from polyreme.models import huggingface
 from polyreme.pipeline import weight_gradients
 from polyreme.pipeline.executor import Calls, Runner, RunStage
-from polyreme.pipeline.placeholders import shown
+from polyreme.pipeline.placeholders import absent, shown
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Action, next_backwards
 from polyreme.step.activations import Activations
 from polyreme.step.batches import MicroBatch, filled, micro_batches_of
 from polyreme.step.loss import Objective
-from polyreme.step.loss_graph import refuse_penalty
+from polyreme.step.loss_graph import Unrecorded, refuse_penalty
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
 from polyreme.step.randomness import Randomness
 from polyreme.step.step import Step, StepResult
@@ -65,6 +65,11 @@ class Passes:
         self._objective, self._activations = objective, activations
         self._coming = next_backwards(pipeline.row)
         self._looked = mesh.pp.size == 1  # at the loss of a pipeline
+        named, repeated = [*objective.model.named_modules()], (nn.ModuleList, nn.Sequential)
+        self._lists = tuple(f"{name}.".lstrip(".") for name, m in named if isinstance(m, repeated))
+        self._parameters = [*objective.model.named_parameters()]
+        self._of_blocks = {id(p): name for name, p in self._parameters if name.startswith(self._lists)}
+        self._absent = [] if objective.is_own else absent(objective.model)
         self._runner = Runner(pipeline.rank_of, mesh.pp, mesh.device, stages)
 
     def train(self, micro_batches: Sequence[MicroBatch], update: Callable[[], StepResult]) -> StepResult:
@@ -176,8 +181,9 @@ class Passes:
 
         def loss(i: int, output: Any) -> None:
             with self._activations.measured(), self.autocast():
-                looked = self._looked or self._objective.is_own
-                with nullcontext() if looked else shown(self._objective.model, not self._config.compile):
+                looked = self._looked or self._objective.is_own or self._config.compile
+                watched = Unrecorded(self._of_blocks, huggingface.tensors_in(output))
+                with shown(self._absent), nullcontext() if looked else watched:
                     losses[i] = self._loss(output, micro_batches[i].batch, weights[i])
                 self._look_at(output, *losses[i])
             self._activations.end_microbatch()
@@ -200,16 +206,13 @@ class Passes:
             return self._objective.loss(output, batch, weight)
 
     def _look_at(self, output: Any, loss: Tensor, weight: float) -> None:
-        """Refuse, once, a loss that the stages of a pipeline cannot compute."""
+        """Refuse a loss that the stages of a pipeline cannot compute; a model's own is looked at once."""
         if self._looked or not weight or loss.grad_fn is None:
             return
-        self._looked = True
-        model = self._objective.model
+        self._looked = self._objective.is_own
         outputs = [] if self._objective.is_own else huggingface.tensors_in(output)
         made = [each for each in outputs if each.grad_fn is not None]
-        repeated = (nn.ModuleList, nn.Sequential)
-        lists = [f"{name}.".lstrip(".") for name, m in model.named_modules() if isinstance(m, repeated)]
-        refuse_penalty(loss, made, model.named_parameters(), lists, len(self._pipeline.mine) == 1)
+        refuse_penalty(loss, made, self._parameters, self._lists, len(self._pipeline.mine) == 1)
 
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch."""
