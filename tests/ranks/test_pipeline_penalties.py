@@ -206,11 +206,7 @@ def average(rank: int, world: int, owner: str) -> None:
     torch.manual_seed(0)
     net = Averaging(owner).double()
     plain = copy.deepcopy(net)
-    config = {
-        "precision": {"compute": "fp64"},
-        "batch": {"size": SAMPLES, "micro": 4},
-        "mesh": {"pp": world},
-    }
+    config = {"precision": {"compute": "fp64"}, "batch": {"size": SAMPLES, "micro": 4}, "mesh": {"pp": world}}
     engine = polyreme.initialize(net, config)
     x, y = batch(0)
     engine.train_step({"x": x, "y": y})
