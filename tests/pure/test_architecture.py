@@ -99,7 +99,7 @@ BUDGETS = {
     "monitor": 510,
     "offload": 1184,
     "optim": 1321,
-    "pipeline": 1193,
+    "pipeline": 1196,
     "planner": 240,
     "step": 3648,
     "tensor": 1896,

@@ -81,6 +81,8 @@ class StandIn(Tensor):
             return result
 
     def refuse(self, what: str) -> NoReturn:
+        if RUNNING.counts:
+            raise ModelError(f"a stage {COMPUTES.format(f'{what} of {self.of}, which another one has')}")
         raise ModelError(REFUSED.format(what, self.of))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -101,6 +103,11 @@ def follow(made: Tensor, of: str, forbidden: bool = False) -> None:
 
 INSTEAD = "use optimizer.weight_decay, or set mesh.pp = 1"
 """What to do in place of a penalty."""
+COMPUTES = (
+    "computes with {0}: only the blocks' first argument is sent from stage to stage. Cut the model elsewhere "
+    "(pipeline.blocks), or have the blocks pass all they need in that argument, and do x + block(x) "
+    f"themselves; for a penalty over weights {INSTEAD}"
+)
 REFUSED = (
     "{0} of {1}, which another pipeline stage has (mesh.pp > 1): engine.state_dict() gives every rank whole "
     "copies of all, and engine.save writes them; the parameters that this rank has are those of "

@@ -26,7 +26,7 @@ from polyreme.models.huggingface import tensors_in
 from polyreme.pipeline.intercept import Intercepts, answer_with, argument, intercepted, wrapped
 from polyreme.pipeline.partition import PipelinePartition
 from polyreme.pipeline.placeholders import (
-    INSTEAD,
+    COMPUTES,
     RUNNING,
     Alias,
     StandIn,
@@ -109,20 +109,14 @@ class Stage:
             raise ModelError(
                 f"stage {self.index}: the model's forward did not call "
                 f"{names[self._next]}; a pipeline needs every block to be called "
-                "once, in order (turn layer drop off)"
+                "once, in order (turn layer drop off, or set mesh.pp = 1)"
             )
         given = (*(each is None for each in args), *sorted(k for k in kwargs if kwargs[k] is not None))
         tensors = tensors_in(output)
         if given not in self._checked and torch.is_grad_enabled():
             found = [foreign([tensor]) for tensor in tensors]
             if what := next(filter(None, found[:1] if self.is_last else found), None):
-                raise ModelError(
-                    f"stage {self.index} computes with {what}: only the blocks' "
-                    "first argument is sent from stage to stage. Cut the model "
-                    "elsewhere (pipeline.blocks), or have the blocks pass all "
-                    "they need in that argument, and do x + block(x) themselves; for a penalty "
-                    f"over weights {INSTEAD}"
-                )
+                raise ModelError(f"stage {self.index} {COMPUTES.format(what)}")
             self._checked[given] = {i: what for i, what in enumerate(found) if what}
         for i, what in self._checked.get(given, {}).items():  # beside the loss, such as a tower's output
             follow(tensors[i], what)
@@ -146,7 +140,7 @@ class Stage:
             raise ModelError(
                 f"stage {self.index}: the model's forward calls {names[index]} "
                 f"when {due} is due; a pipeline needs every block to be "
-                "called once, in order (turn layer drop off)"
+                "called once, in order (turn layer drop off, or set mesh.pp = 1)"
             )
         self._next += 1
         RUNNING.counts = index >= self._first
