@@ -26,6 +26,7 @@ from polyreme.checkpoint import manifest, run_directory
 from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
+from polyreme.step.precision import DTYPES
 
 V = models.VOCABULARY
 
@@ -136,6 +137,23 @@ def test_a_family(tmp_path: Path, name: str) -> None:
     other = engine_of(built(name, 2))
     other.load(tmp_path / "theirs" if name != "mixtral" else ours)
     torch.testing.assert_close(other.state_dict(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_the_config_of_the_users_model_stays_as_it_is(tmp_path: Path, compute: str) -> None:
+    """What is saved tells the dtype that the weights have in the file."""
+    model = models.llama().to(torch.bfloat16)
+    before = dict(vars(model.config))
+    config = {"precision": {"compute": compute}, "batch": {"size": 1}}
+    with polyreme.initialize(model, config) as engine:
+        assert vars(model.config) == before
+        engine.save(tmp_path / "saved")
+        assert vars(model.config) == before
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as file:
+        written = {file.get_tensor(name).dtype for name in file.keys()}  # noqa: SIM118
+    assert written == {saved.dtype} == {saved.config.dtype} == {DTYPES[compute]}
+    assert saved.config.architectures == ["LlamaForCausalLM"]
 
 
 def test_a_model_without_a_head(tmp_path: Path) -> None:

@@ -279,10 +279,12 @@ def count_tokens(batch: object) -> int:
 
 def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write what transformers saves of a model (config, generation settings, code of its own) without its
-    weights, and what PEFT does: its adapters, whose whole tensors are in `weights` (or its `prompts`)."""
+    weights, and what PEFT does: its adapters, whose whole tensors are in `weights` (or its `prompts`). The
+    model's own config, in which transformers notes what it saves, stays as it is."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, config = logging.is_progress_bar_enabled(), vars(model.config)
+    before = {**config}
     logging.disable_progress_bar()
     try:
         options = {"save_embedding_layers": False} if is_peft_model(model) else {}
@@ -291,6 +293,7 @@ def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -
         with torch._C.DisableTorchFunctionSubclass():  # see `peft.adapters`
             model.save_pretrained(folder, state_dict=dict(weights), **options)  # type: ignore[operator]
     finally:
+        config.update(before)
         vars(model).pop("get_prompt_embedding_to_save", None)
         if shown:
             logging.enable_progress_bar()
