@@ -20,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from examples import examples
 from polyreme.checkpoint import manifest
 from polyreme.checkpoint.manifest import File, Resume
-from polyreme.checkpoint.run_directory import LINK, RunDirectory, is_whole, progress_of, step_of
+from polyreme.checkpoint.run_directory import BEST, LINK, RunDirectory, is_whole, progress_of, step_of
 from polyreme.config import Duration, Progress
 from polyreme.errors import CheckpointError
 
@@ -138,6 +138,26 @@ def test_the_link_leads_to_the_newest_at_any_instant(tmp_path: Path) -> None:
     assert names(run) == ["latest", LINK, "step-3", "step-5"]
     run.point(tmp_path / "step-5")
     assert link.readlink() == Path("step-5") and steps(run) == [3, 5]
+
+
+def test_the_link_to_the_best_leads_to_what_is_there(tmp_path: Path) -> None:
+    run, link = RunDirectory(tmp_path), tmp_path / BEST
+    for step in (3, 5):
+        save(run, step)
+        run.point_to_best(step)
+        assert link.readlink() == Path(f"step-{step}") and is_whole(link)
+    with pytest.raises(Killed), killed_at(0):
+        run.point_to_best(3)
+    assert link.readlink() == Path("step-5")
+    run.tidy()
+    assert names(run) == [BEST, "step-3", "step-5"]
+    run.point_to_best(7)
+    assert not os.path.lexists(link)
+    link.mkdir()
+    run.point_to_best(None)
+    with pytest.raises(CheckpointError, match=f"{BEST} is there, and is no link to a checkpoint"):
+        run.point_to_best(5)
+    assert link.is_dir() and steps(run) == [3, 5]
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "link"])

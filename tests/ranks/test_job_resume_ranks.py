@@ -19,6 +19,7 @@ import transformers
 
 from command import TINY, running, until, write_text
 from polyreme.checkpoint import save as saving
+from polyreme.checkpoint.run_directory import BEST, LINK
 from polyreme.config import Config
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError, ConfigError, DataError, PolyremeError
@@ -274,17 +275,18 @@ def test_the_best_checkpoint_is_kept_beside_the_latest(folder: Path, ranks: Rank
         more = [f"checkpoint.background={background}", "train.length=5"]
         summary = ranks(2, job, folder, [*sets, *more], "full", 4, {2: 3.0, 4: 2.0, 5: 3.5})[0]
         assert (summary["best"], summary["best_validation_loss"]) == ("best/step-2", 3.0)
-        assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-2", "step-5"]
+        assert names(run) == [BEST, "latest", LINK, "log.jsonl", "step-2", "step-5"]
     for summary in ranks(2, job, folder, sets, "", 0, {6: 2.5, 8: 2.7}):
         assert (summary["best"], summary["best_validation_loss"]) == ("best/step-6", 2.5)
-    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-6", "step-8"]
+    assert names(run) == [BEST, "latest", LINK, "log.jsonl", "step-6", "step-8"]
     for summary in ranks(2, job, folder, [*sets, "train.length=10"], "", 0, {10: 2.6}):
         assert summary["best"] == "best/step-6"
+    assert (run / BEST).readlink() == Path("step-6")
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "latest-checkpoint")
     newest = transformers.AutoModelForCausalLM.from_pretrained(run / "step-10")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), newest.parameters(), strict=True))
     ranks(2, job, folder, [*sets, "train.length=7", "checkpoint.resume=best/step-6"], "", 0, {7: 9.0})
-    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-6", "step-7"]
+    assert names(run) == [BEST, "latest", LINK, "log.jsonl", "step-6", "step-7"]
 
 
 def test_a_run_that_has_ended_goes_on_where_it_is_made_longer(

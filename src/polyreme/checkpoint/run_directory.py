@@ -28,6 +28,8 @@ may be old or missing."""
 LINK = "latest-checkpoint"
 """The link to the newest checkpoint, which other programs open as it is. Where the file system has no links
 there is none."""
+BEST = "best-checkpoint"
+"""The link to the one with the lowest validation loss, likewise, where a run keeps that."""
 EARLIER = ".earlier"
 """Ends the names of checkpoints that a new run in the same folder will replace: kept until it has one of its
 own."""
@@ -67,16 +69,22 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(self.path / LATEST)
-        self._link(checkpoint)
+        self._link(LINK, checkpoint)
         sync(self.path)
 
-    def _link(self, checkpoint: Path) -> None:
-        """Let LINK lead to this checkpoint; whoever follows it, at any instant, finds a whole one. Raises
-        CheckpointError where something else has that name."""
-        link, draft = self.path / LINK, self.path / f"{LINK}.tmp"
-        if os.path.lexists(link) and not (
-            link.is_symlink() and ownership.STEP.fullmatch(str(link.readlink()))
-        ):
+    def point_to_best(self, step: int | None) -> None:
+        """Let BEST lead to the checkpoint of this step; None, or where there is none: to nothing."""
+        best, link = self.path / f"step-{step}", self.path / BEST
+        if best.is_dir():
+            self._link(BEST, best)
+        elif _leads_to_checkpoint(link):
+            link.unlink()
+
+    def _link(self, name: str, checkpoint: Path) -> None:
+        """Let the link `name` lead to this checkpoint; whoever follows it, at any instant, finds a whole one.
+        Raises CheckpointError where something else has that name."""
+        link, draft = self.path / name, self.path / f"{name}.tmp"
+        if os.path.lexists(link) and not _leads_to_checkpoint(link):
             raise CheckpointError(f"{link} is there, and is no link to a checkpoint: move it away")
         draft.unlink(missing_ok=True)
         try:
@@ -148,7 +156,7 @@ class RunDirectory:
             for leftover in self._named(ending):
                 if ownership.why_not(leftover) is None and holder(leftover, ownership.UNFINISHED) is None:
                     ownership.remove(leftover)
-        for name in (LATEST, LINK):
+        for name in (LATEST, LINK, BEST):
             (self.path / f"{name}.tmp").unlink(missing_ok=True)
         if not self.saved():
             for path in filter(ownership.carries_manifest, self._named(EARLIER)):
@@ -161,6 +169,10 @@ class RunDirectory:
             for path in self.path.glob(f"step-*{ending}")
             if pattern.fullmatch(path.name) and path.is_dir()
         ]
+
+
+def _leads_to_checkpoint(link: Path) -> bool:
+    return link.is_symlink() and ownership.STEP.fullmatch(str(link.readlink())) is not None
 
 
 def step_of(checkpoint: Path) -> int:

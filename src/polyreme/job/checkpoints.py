@@ -163,8 +163,10 @@ class Checkpoints:
         self._writing = None
         section = self._config.checkpoint
         best = None if self._best is None else int(self._best[0])
-        prune = partial(self._folder.prune, section.keep, section.keep_every, best)
-        for change in (partial(self._folder.point, path), self._folder.drop_earlier, prune):
+        folder = self._folder
+        point, point_to_best = partial(folder.point, path), partial(folder.point_to_best, best)
+        prune = partial(folder.prune, section.keep, section.keep_every, best)
+        for change in (point, point_to_best, folder.drop_earlier, prune):
             try:
                 change()
             # on a full disk there may be room when older ones have gone
