@@ -30,13 +30,13 @@ from polyreme.models.patches import Patches
 from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.optim.groups import Make, Recipe, recipe, refuse_foreign, warn_of_unused
 from polyreme.pipeline.rank import PipelineRank
-from polyreme.planner.memory_model import working_set
 from polyreme.step import given_gradients, report
 from polyreme.step.activations import Activations
 from polyreme.step.batches import BatchComparison, micro_batches
 from polyreme.step.build import Model, build, divide_again, objective, open_model, share_out
 from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.engine_state import Loaded
+from polyreme.step.fit import FirstBatch
 from polyreme.step.grad_mode import with_gradients
 from polyreme.step.gradients import Gradients
 from polyreme.step.loss import LossFn
@@ -133,9 +133,9 @@ class Engine(ModuleFace):
         refuse_foreign(self.module, optimizer)
         warn_of_unused(config.optimizer, optimizer, made)
         told = {"built here": recording is not None, "weights": weights is not None, "blocks": list(blocks)}
-        told |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn)}
-        told |= made.told
+        told |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn), **made.told}
         same_model(mesh.aside(), self.module, {**told, "optimizer": made.groups})
+        first = FirstBatch(self.module, config) if config.leaves_micro else None
         self._parameter_count = sum(p.numel() for p in self.module.parameters())
         self.on_gradients: Callable[[Gradients], object] | None = None
         """A callback before each update, of `train_step` too, on all ranks: to log norms, or to clip."""
@@ -149,7 +149,7 @@ class Engine(ModuleFace):
         self._activations.wrap(self.module, built.blocks)
         self._objective = objective(self.module, loss_fn, made, config, mesh)
         self._passes = Passes(
-            config, mesh, self._pipeline, built.stages, self._objective, self._activations, randomness
+            config, mesh, self._pipeline, built.stages, self._objective, self._activations, randomness, first
         )
         self._train(built.placement, made, synced)
         if lr_scheduler is not None:
@@ -186,6 +186,7 @@ class Engine(ModuleFace):
         self._refuse_within_step("train_step")
         self._comparison.compare(batch)
         self._comparison.warn()
+        batches = self._passes.fitted(batch, batches)
         self._step.count_microbatches()
         if self._unfinished:
             self._step.begin()
@@ -405,6 +406,7 @@ class Engine(ModuleFace):
         refuse_own_shapes([*old.updates])
         division = divide_again(self.module, old.roster, old.placement, self.config, self.mesh)
         made = old.recipe_of(self.module)
+        self._passes.first = None  # it is of the model as it was
         self._objective.follow(self.module)
         synced = self._normalised()
         old.release()
@@ -484,8 +486,7 @@ class Engine(ModuleFace):
         """The most bytes of memory that a step takes on this rank, by category, once one was trained: what
         `memory` counts, and what comes and goes within a step. Without what the model's operators take for a
         moment, the buffers, and freed memory that the C library keeps."""
-        placed = working_set(self._training.placement, self.config.zero.prefetch)
-        return report.working_set(placed, self._training, self._activations)
+        return report.working_set(self._training, self._activations, self.config.zero.prefetch)
 
     def tiers(self) -> dict[str, dict[str, float]]:
         """What is not in the device's memory, for `states`, `params` and activations: `bytes` held there,

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import models
 import polyreme
 import threads
 import training
+from cover import ALL
 from polyreme.config import Config
 from polyreme.job import fit
-from polyreme.job.fit import GIB, USED
+from polyreme.step import fit as step
+from polyreme.step.fit import GIB, USED, Fit
 from polyreme.step.kept import Kept, kept
 
 LLAMA = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
 LLAMA |= {"num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+SIZE = 32
 
 
 def config(world: int, **sections: Any) -> Config:
@@ -68,7 +78,7 @@ def test_as_many_samples_as_fit() -> None:
 
 def test_ranks_agree_on_what_fits_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks on one host have a part of its memory each; an engine gets the config that all of them have."""
-    monkeypatch.setattr(fit, "own_memory", lambda: 60 << 20)
+    monkeypatch.setattr(step, "own_memory", lambda: 60 << 20)
     plenty = config(2)
 
     def agree(rank: int, world: int) -> tuple[Any, Any]:
@@ -82,7 +92,7 @@ def test_ranks_agree_on_what_fits_the_smallest(monkeypatch: pytest.MonkeyPatch) 
 def test_what_fits_where_it_cannot_be_told() -> None:
     """Without a model, and for micro-batches that the config says."""
     unknown = Config.load({"model": {"path": "no/such"}, "batch": {"size": 8}}).resolve(1)
-    assert fit.fit(unknown, GIB) == fit.Fit(None, "what fits is not known, as the model is not")
+    assert fit.fit(unknown, GIB) == Fit(None, "what fits is not known, as the model is not")
     files = {"memory": {"states": "no/such", "gradients": "no/such"}, "zero": {"reduce_every": "step"}}
     found = fit.fit(config(2, **files), 30 << 20)
     assert found.micro is None and "not known: zero.reduce_every = 'step'" in found.reason
@@ -106,3 +116,144 @@ def test_a_divided_model_lets_more_samples_fit(sections: dict[str, Any]) -> None
     found = fit.fit(divided, 40 << 20)
     assert (found.micro or divided.batch.micro) >= (alone.micro or 16) or "mesh" in sections
     assert found.fits and "keep" in found.reason
+
+
+# case, ranks, sections
+FIRST: list[tuple[str, int, dict[str, Any]]] = [
+    ("convnet", 1, {}),
+    ("convnet", 2, {"zero": {"stage": 3}}),
+    ("gpt2", 2, {"mesh": {"pp": 2}}),
+]
+if ALL in os.environ:
+    FIRST += [
+        ("gpt2", 1, {}),
+        ("llama", 1, {"precision": {"compute": "bf16"}}),
+        ("llama", 2, {"mesh": {"tp": 2}}),
+        ("gpt2", 2, {"batch": {"mean": "ranks"}}),
+        ("gpt2", 2, {"zero": {"stage": 0}, "memory": {"states": "host", "activations": "recompute"}}),
+        ("llama", 2, {"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-h1"}}),
+    ]
+
+
+@pytest.mark.parametrize(("case", "world", "sections"), FIRST)
+def test_the_first_batch_of_a_script_tells_what_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+    case: str,
+    world: int,
+    sections: dict[str, Any],
+) -> None:
+    """The steps are those of such micro-batches given by hand, to the last bit."""
+    memory = 1
+    monkeypatch.setattr(step, "own_memory", lambda: memory)
+
+    def given(micro: int | str) -> dict[str, Any]:
+        batch = {"size": SIZE, **sections.get("batch", {})}
+        return training.config(world, **{**sections, "batch": batch | {"micro": micro}})
+
+    def trained(rank: int, world: int, micro: int | str) -> tuple[training.Run, int]:
+        model = models.build(case, torch.float32)
+        engine = polyreme.initialize(model, given(micro), loss_fn=models.CASES[case][2])
+        records = []
+        for seed in range(2):
+            batch = models.batch_of(case, SIZE, seed, torch.float32)
+            result = engine.train_step(models.share(batch, engine.mesh.dp.rank, engine.mesh.dp.size))
+            records.append((result.loss, result.grad_norm))
+        return (records, engine.state_dict(master=True)), int(engine.config.batch.micro)
+
+    def derived() -> tuple[int, list[str]]:
+        """What ranks found, and what was said."""
+        recwarn.clear()
+        found = threads.run(world, trained, "auto")
+        micro, said = found[0][1], [text for each in recwarn if "batch.micro" in (text := str(each.message))]
+        for (run, mine), (expected, _) in zip(found, threads.run(world, trained, micro), strict=True):
+            assert training.differences(run, expected) == [] and mine == micro
+        return micro, said
+
+    micro, (said,) = derived()
+    assert micro == 1 and said.startswith("batch.micro = 1 is derived: not even one sample fits: ")
+    memory = int(float(said.split("sample fits: ")[1].split()[0]) * GIB * 1.4 * world / USED)
+    micro, (said,) = derived()
+    most = Config.load(given("auto")).resolve(world).batch.micro
+    assert 1 < micro < most and said.startswith(f"batch.micro = {micro} is derived: {micro} samples keep ")
+    memory = 1 << 40
+    assert derived() == (most, [])
+
+
+def test_a_run_that_goes_on_has_the_micro_batches_that_it_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where its first batch is another, or the machine."""
+    monkeypatch.setattr(step, "own_memory", lambda: 1)
+    config = training.config(1, batch={"micro": "auto"})
+    torch.manual_seed(0)
+    with polyreme.initialize(models.build("dag", torch.float32), config, loss_fn=F.mse_loss) as engine:
+        engine.save(tmp_path / "new")
+        with pytest.warns(UserWarning, match="batch.micro = 1 is derived"):
+            engine.train_step(models.batch_of("dag", training.SAMPLES, 0, torch.float32))
+        engine.save(tmp_path / "saved")
+        expected = engine.train_step(models.batch_of("dag", training.SAMPLES, 1, torch.float32)).loss
+    monkeypatch.setattr(step, "own_memory", lambda: 1 << 40)
+    with polyreme.initialize(models.build("dag", torch.float32), config, loss_fn=F.mse_loss) as engine:
+        engine.load(tmp_path / "saved")
+        engine.save(tmp_path / "again")
+        engine.load(tmp_path / "again")
+        assert engine.train_step(models.batch_of("dag", training.SAMPLES, 1, torch.float32)).loss == expected
+        assert engine.config.batch.micro == 1
+    with polyreme.initialize(models.build("dag", torch.float32), config, loss_fn=F.mse_loss) as engine:
+        engine.load(tmp_path / "new")
+        engine.train_step(models.batch_of("dag", training.SAMPLES, 0, torch.float32))
+        assert engine.config.batch.micro == training.SAMPLES
+
+
+class Own(nn.Module):
+    """Does what a script's model may do."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(9, 9)
+        self.what, self.seen = what, []
+        if what == "patched":
+            forward = self.forward
+            self.forward = lambda x: forward(x)
+        elif what == "hooked":
+            self.linear.register_forward_hook(lambda module, args, output: self.seen.append(output.detach()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "numbers" and float(x.detach().sum()) > 1e9:
+            return x
+        random.random()
+        return nn.functional.dropout(self.linear(x), 0.5)
+
+
+@pytest.mark.parametrize("what", ["numbers", "patched", "hooked", "list", "files", "own loop"])
+def test_what_a_script_does_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+    """Where what fits cannot be known, all of a rank's share is one micro-batch; nothing is drawn, and no
+    hook hears of what has no numbers."""
+    monkeypatch.setattr(step, "own_memory", lambda: 1)
+    tiers = {"states": str(tmp_path), "params": str(tmp_path), "gradients": str(tmp_path)}
+    sections = {"memory": tiers, "zero": {"stage": 3}} if what == "files" else {}
+    model, (x, y) = Own(what), models.vectors(training.SAMPLES)
+    engine = polyreme.initialize(
+        model, training.config(1, batch={"micro": "auto"}, **sections), loss_fn=F.mse_loss
+    )
+    random.seed(1)
+    torch.manual_seed(1)
+    if what == "own loop":
+        engine.backward(F.mse_loss(engine(x), y))
+        engine.step()
+    elif what == "hooked":
+        with pytest.warns(UserWarning, match="batch.micro = 1 is derived"):
+            engine.train_step((x, y))
+        assert len(model.seen) == training.SAMPLES and float(sum(model.seen).sum()) is not None
+    else:
+        engine.train_step([(x, y)] if what == "list" else (x, y))
+    assert engine.config.batch.micro == (1 if what == "hooked" else training.SAMPLES)
+    drawn = random.random(), torch.rand(1)
+    random.seed(1)
+    torch.manual_seed(1)
+    for _ in range(int(engine.config.accumulation)):
+        random.random()
+        nn.functional.dropout(torch.ones(training.SAMPLES // engine.config.accumulation, 9), 0.5)
+    assert drawn == (random.random(), torch.rand(1))
+    engine.close()

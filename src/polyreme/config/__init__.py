@@ -106,10 +106,27 @@ class Config(Keys):
         Raises ConfigError where a step cannot have several."""
         config, world_size = self._replaced({}), math.prod(int(getattr(self.mesh, axis)) for axis in AXES)
         config._fits = micro
+        if micro >= int(self.batch.micro):
+            return config
         config = config.resolve(world_size)
         if problems := self._replaced({"batch.micro": config.batch.micro}).problems(world_size):
             raise ConfigError(problems)
         return config
+
+    def recut(self, fitted: Config) -> None:
+        """Have the micro-batches of `fitted`, which was made of this config: so has all that has it."""
+        self.__dict__.update(batch=fitted.batch)
+        self._derived, self._fits = fitted._derived, fitted._fits
+
+    @property
+    def fits(self) -> int | None:
+        """What `fitted` was told."""
+        return self._fits
+
+    @property
+    def leaves_micro(self) -> bool:
+        """Whether `resolve` chose micro-batches of several samples, of which is not known that they fit."""
+        return self._fits is None and self.batch.micro != 1 and self._origin("batch.micro") == "derived"
 
     @property
     def accumulation(self) -> int:

@@ -428,7 +428,7 @@ class BatchSection(Section):
     micro: Count | Literal["auto"] = Field(
         default="auto",
         description="Samples of one micro-batch on one rank; auto: as many as fit its memory, so that mostly "
-        "nothing is accumulated (of a model that polyreme train is given; elsewhere all of its share).",
+        "nothing is accumulated (a loop of your own: all of its share).",
     )
     mean: Literal["labels", "ranks"] = Field(
         default="labels",

@@ -471,6 +471,7 @@ def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
         state = {**state, **{key: mine[key] for key in ("loss_scale", "good_steps", "overflows")}}
     notes += contents.step.load_state_dict(state)
     notes += _take_random_numbers(contents, resume)
+    contents.step.fits = state.get("fits") if contents.layout() == resume.mesh else None
     before = resume.config.get("batch", {}).get("size")
     if before != config.batch.size:
         notes.append(

@@ -7,7 +7,7 @@ Invariant: no number is read, and no memory taken. Communication: none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +40,24 @@ class Kept:
 def kept(model: nn.Module, config: Config, samples: int, device: torch.device | None = None) -> Kept | str:
     """What a micro-batch of so many samples keeps of all of `model`, which is on the meta device and is
     changed; or why that cannot be told."""
-    device, dtype = device or device_of_ranks(), DTYPES[config.precision.compute]
     module = unwrap(model).train()
     batch: Any = huggingface.sample_batch(module, 1, config.data.sequence)
     if batch is None:
         return "only Hugging Face models of texts or images are known to take what"
+
+    def call(fake: Any) -> Any:
+        inputs = {name: fake(value, samples, *value.shape[1:]) for name, value in batch.items()}
+        return module(**huggingface.training_arguments(module), **inputs)
+
+    return kept_by(module, config, device or device_of_ranks(), call)
+
+
+def kept_by(
+    module: nn.Module, config: Config, device: torch.device, call: Callable[[Any], Any]
+) -> Kept | str:
+    """The same of what `call` calls `module` with. It is given a function of a tensor, and of another shape
+    where that is wanted, which makes a fake one."""
+    dtype = DTYPES[config.precision.compute]
     counting = _Counting(config, list(huggingface.find_blocks(module).values()))
 
     def fake(tensor: Tensor, *shape: int) -> Tensor:
@@ -56,10 +69,8 @@ def kept(model: nn.Module, config: Config, samples: int, device: torch.device | 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), autocast(config.precision.compute, device):
             _replace(module, fake)
-            inputs = {name: fake(value, samples, *value.shape[1:]) for name, value in batch.items()}
             with counting.forward(module.parameters()):
-                output = module(**huggingface.training_arguments(module), **inputs)
-            del output
+                call(fake)
     except PolyremeError:
         raise
     except Exception as error:  # whatever a forward raises that looks at numbers

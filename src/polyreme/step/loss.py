@@ -53,10 +53,10 @@ class Objective:
         share: float | None = None,
         tells: bool = True,
     ) -> None:
-        """`cast` brings what the model gets into the dtype that it computes in. is_split: a step has several
-        micro-batches, on all ranks together, so that what a loss is the mean of counts. `share`: every loss
-        has this weight instead. tells: this rank warns, for all."""
-        self._share, self._tells = share, tells
+        """`cast` brings what the model gets into the dtype that it computes in. tells: this
+        rank warns, for all. The others are as in `cut`."""
+        self._tells = tells
+        self.cut(is_split, share)
         if getattr(loss_fn, "reduction", None) == "sum" and share is None:
             raise BatchError(
                 'loss_fn has reduction="sum": a step is the mean over the '
@@ -64,14 +64,19 @@ class Objective:
                 "mean is to be over)"
             )
         self._loss_fn, self.cast = loss_fn, cast
-        # that losses are means over what they are taken for
-        self._checked = not is_split or share is not None
         self.follow(model)
 
     @property
     def is_own(self) -> bool:
         """Whether the loss is the model's own."""
         return self._loss_fn is None
+
+    def cut(self, is_split: bool, share: float | None) -> None:
+        """Say how batches are cut. is_split: a step has several micro-batches, on all ranks together, so that
+        what a loss is the mean of counts. `share`: every loss has this weight instead."""
+        self._share = share
+        # that losses are means over what they are taken for
+        self._checked = not is_split or share is not None
 
     def follow(self, model: nn.Module) -> None:
         """Call this model from now on."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
-from polyreme.errors import NumericsError
+from polyreme.errors import NumericsError, warn
 from polyreme.models import huggingface
 from polyreme.pipeline import weight_gradients
 from polyreme.pipeline.executor import Calls, Runner, RunStage
@@ -25,12 +26,13 @@ from polyreme.pipeline.placeholders import absent, shown
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Action, next_backwards
 from polyreme.step.activations import Activations
-from polyreme.step.batches import MicroBatch, filled, micro_batches_of
+from polyreme.step.batches import MicroBatch, filled, is_list, micro_batches, micro_batches_of
+from polyreme.step.fit import UNKNOWN, FirstBatch, agreed
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import Unrecorded, refuse_penalty
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
 from polyreme.step.randomness import Randomness
-from polyreme.step.step import Step, StepResult
+from polyreme.step.step import Step, StepResult, recut
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.gather import Blocks
 
@@ -59,11 +61,14 @@ class Passes:
         objective: Objective,
         activations: Activations,
         randomness: Randomness,
+        first: FirstBatch | None,
     ) -> None:
-        """stages: how to run each stage of this rank."""
-        self._config, self._mesh, self._pipeline, self.randomness = config, mesh, pipeline, randomness
+        """stages: how to run each stage of this rank. first: what is still to tell how batches are cut, if
+        something is."""
+        self.first = first
+        self._config, self._mesh, self.randomness = config, mesh, randomness
         self._objective, self._activations = objective, activations
-        self._coming = next_backwards(pipeline.row)
+        self._follow(pipeline)
         self._looked = mesh.pp.size == 1  # at the loss of a pipeline
         named, repeated = [*objective.model.named_modules()], (nn.ModuleList, nn.Sequential)
         self._lists = tuple(f"{name}.".lstrip(".") for name, m in named if isinstance(m, repeated))
@@ -71,6 +76,30 @@ class Passes:
         self._of_blocks = {id(p): name for name, p in self._parameters if name.startswith(self._lists)}
         self._absent = [] if objective.is_own else absent(objective.model)
         self._runner = Runner(pipeline.rank_of, mesh.pp, mesh.device, stages)
+
+    def _follow(self, pipeline: PipelineRank) -> None:
+        self._pipeline, self._coming = pipeline, next_backwards(pipeline.row)
+
+    def fitted(self, batch: Any, found: list[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of a step: those `found`; or, where it has to be told still how many fit, as many
+        from now on as a run had that goes on, or as the first of them tells. All ranks must call."""
+        if self.first is None:
+            return found
+        first = partial(self.first.fit, batch=found[0], objective=self._objective)
+        self.first, config, before = None, self._config, self._config.accumulation
+        if self.step.fits is not None:
+            fitted, said = config.fitted(self.step.fits), ""
+        else:
+            fitted, said = agreed(config, self._mesh, (lambda _: UNKNOWN) if is_list(batch) else first)
+        if said:
+            warn(said, every=True)
+        config.recut(fitted)
+        if (count := config.accumulation) == before:
+            return found
+        self._follow(PipelineRank.of(config, self._mesh))
+        self._objective.cut(is_split=True, share=1 / count if config.batch.mean == "ranks" else None)
+        recut(self.step)
+        return micro_batches(batch, config, first=False)
 
     def train(self, micro_batches: Sequence[MicroBatch], update: Callable[[], StepResult]) -> StepResult:
         """The forwards and backwards of all micro-batches of a step, its reduction and `update`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from polyreme.planner import memory_model
 from polyreme.step.activations import Activations
 from polyreme.step.training import Training
 from polyreme.zero.bucket_memory import live
@@ -23,8 +24,9 @@ def memory(training: Training, activations: Activations) -> dict[str, int]:
     return found | training.placement.offload.elsewhere()
 
 
-def working_set(placed: dict[str, int], training: Training, activations: Activations) -> dict[str, int]:
-    """See `Engine.working_set`. placed: that of what was placed."""
+def working_set(training: Training, activations: Activations, prefetch: int) -> dict[str, int]:
+    """See `Engine.working_set`."""
+    placed = memory_model.working_set(training.placement, prefetch)
     states = placed["states"] + training.updates.nbytes
     return placed | {"states": states, "activations": activations.saved.bytes}
 

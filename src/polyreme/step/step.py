@@ -96,6 +96,8 @@ class Step:
         """Parameters whose `.grad` a script set, in the place of a backward."""
         self.flags = Flags()
         """What this rank tells all ranks in the next totals."""
+        self.fits: int | None = None
+        """The samples of a micro-batch that fit on the same mesh when what was loaded was saved."""
         self.boundary: bool | None = None
         """Whether the coming backward is the last of its step, where the caller says so; None: the config's
         count of micro-batches does."""
@@ -165,9 +167,8 @@ class Step:
         self.extends = extend
         if not is_last and (self._ended or (self._placement.microbatches == "one" and self.begun)):
             self._extend()
-        if not is_last and self._placement.microbatches == "one":
-            mesh = self._sums.mesh
-            make_room(self._placement, self._reducer, self._config, mesh.dp.size, mesh.world_size)
+        if not is_last:
+            _make_room(self)
         self.boundary = is_last
         if not self._ended:
             self._reducer.expect(is_last)
@@ -189,7 +190,7 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can
         hold it."""
-        return {**self.progress.state_dict(), "hint": self._sums.hint}
+        return {**self.progress.state_dict(), "hint": self._sums.hint, "fits": self._config.fits or self.fits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on from what `state_dict` gave. Returns what there is to say of the optimizer's options."""
@@ -482,6 +483,21 @@ def _begin_next(step: Step) -> None:
         step.states.parts.allow()
         if looks(step.state.step + 1):
             step.states.look_again()
+
+
+def recut(step: Step) -> None:
+    """Take in that the config has micro-batches of fewer samples now. Between steps."""
+    _make_room(step)
+    step.looks = True
+    step._reducer.count(step._config.accumulation)
+    step._reducer.restart()
+
+
+def _make_room(step: Step) -> None:
+    """Have room for several micro-batches."""
+    if step._placement.microbatches == "one":
+        mesh = step._sums.mesh
+        make_room(step._placement, step._reducer, step._config, mesh.dp.size, mesh.world_size)
 
 
 def _look_at(step: Step, roots: Sequence[Tensor]) -> None:

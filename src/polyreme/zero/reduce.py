@@ -60,9 +60,8 @@ class Reducer:
             for bucket in buckets
             for index, parameter in enumerate(bucket.parameters)
         }
-        self.every_time = every_time
-        # backwards of a step
-        self._uses = {bucket: microbatches * len({*bucket.stages} & {*stages}) for bucket in buckets}
+        self.every_time, self._stages = every_time, {*stages}
+        self.count(microbatches)
         self._left: dict[Bucket, int] = {}
         self._gathers, self._by_arrival = gathers, not gathers
         self._whole = True  # the backward under way has no second half
@@ -98,6 +97,11 @@ class Reducer:
                 p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > (p in self._hooks)
                 for p in self._index
             )
+
+    def count(self, microbatches: int) -> None:
+        """Say how many there are in the steps that begin from now on."""
+        # backwards of a step
+        self._uses = {bucket: microbatches * len({*bucket.stages} & self._stages) for bucket in self._order}
 
     def restart(self) -> None:
         """Begin a step, before its first backward. Of a step before that did not end nothing is under way any
