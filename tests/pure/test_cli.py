@@ -631,6 +631,13 @@ def test_the_commands_of_the_page_write_restricted_pods(
         ),
         (["--kubernetes", "--image", "a", "--set", "memory.states=./a"], "memory.states = './a'"),
         (["--kubernetes", "--image", "a", "--set", "data.cache=/c"], "data.cache = '/c'"),
+        (
+            ["--kubernetes", "--image", "a", "--gpus", "a100:4"],
+            "with --slurm only: give --gpus 4; pods get it",
+        ),
+        (["--kubernetes", "--image", "a", "--gpus", "many"], "'many' is no number of GPUs"),
+        (["--ray", "--gpus", "a100:4"], "with --slurm only: give --gpus 4; on Ray"),
+        (["--kubernetes", "--image", "a", "--setup", "true"], "it applies with --slurm only"),
         (["--kubernetes", "--image", "a", "--elastic", "2"], "no pair of bounds"),
         (["--kubernetes", "--image", "a", "--elastic", "1:2", "--pods", "2"], "leave --nodes out"),
         (["--kubernetes", "--image", "a", "--apply", "--dry-run"], "give one of the two"),

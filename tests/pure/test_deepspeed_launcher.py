@@ -148,7 +148,7 @@ def test_hostfiles(hostfile: str, caplog: pytest.LogCaptureFixture) -> None:
         ("a slots=two", "'a slots=two'"),
         ("a slots=2 b slots=2", "'a slots=2 b slots=2'"),
         ("a slots=2.5", "'a slots=2.5'"),
-        ("a slots=1\nb slots=0", "'b slots=0', but a host has 1 to"),
+        ("a slots=1\nb slots=0", "'b slots=0': a host has 1 to"),
         ("a slots=999999999", "1 to 4096 slots"),
         ("\n# nobody\n", "no host"),
     ],

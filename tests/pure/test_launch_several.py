@@ -75,6 +75,22 @@ def test_a_hostfile_of_another_system(tmp_path: Path) -> None:
     assert hostfile.read(tmp_path / "hosts") == {"a": 2, "b": 1}
 
 
+def test_all_wrong_lines_of_a_hostfile_are_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# all\na slots=2\nb slot=1\n\na slots=1\nc slots=0\nd:22 slots=1\n")
+    with pytest.raises(hostfile.ResourceError) as caught:
+        hostfile.read(tmp_path / "hosts")
+    assert str(caught.value).splitlines() == [
+        "the hostfile cannot be used:",
+        "  - line 3, 'b slot=1': write HOST slots=N, a host in a line",
+        "  - line 5, 'a slots=1': it has a twice, as line 2; give all its slots in one line",
+        "  - line 6, 'c slots=0': a host has 1 to 4096 slots; begin the line with # to leave the host out",
+        "  - line 7, 'd:22 slots=1': d:22 is with a port; write the host alone, and the port in "
+        "~/.ssh/config or as --ssh 'ssh -p PORT'",
+    ]
+    with pytest.raises(hostfile.ResourceError, match=r"line 50, .*\n  and 1950 lines more$"):
+        hostfile.parse_hostfile(["?"] * 2000)
+
+
 def test_ipv6_addresses() -> None:
     pool = hostfile.parse_hostfile(["fd00::1 slots=2", "[fd00::2] slots=1", "me@[fd00::3] slots=1"])
     assert pool == {"fd00::1": 2, "fd00::2": 1, "me@fd00::3": 1}
@@ -88,7 +104,7 @@ def test_ipv6_addresses() -> None:
 
 @pytest.mark.parametrize("host", ["[fd00::1]:22", "gpu1:22"])
 def test_a_port_belongs_to_ssh(host: str) -> None:
-    with pytest.raises(hostfile.ResourceError, match="with a port; write the host alone"):
+    with pytest.raises(hostfile.ResourceError, match="is with a port; write the host alone"):
         hostfile.parse_hostfile([f"{host} slots=1"])
 
 

@@ -37,7 +37,7 @@ TRAIN = Request(
     partition="gpu",
     qos="long",
     constraint="a100&nvlink",
-    gpus=8,
+    gpus="8",
     cpus=64,
     memory="512Gi",
     restarts=20,
@@ -47,6 +47,13 @@ TRAIN = Request(
 FORMS = {
     "slurm-script": SCRIPT,
     "slurm-train": TRAIN,
+    "slurm-setup": dataclasses.replace(
+        SCRIPT,
+        gpus="a100:2",
+        prologue="# ours\nmodule purge\n",
+        setup=["module load cuda  # 12.8", "source 'my venv'/bin/activate"],
+        step=["--container-image=registry/me:1", "--container-mounts=/data:/data,/home/it's me"],
+    ),
     "slurm-elastic": Request(
         ["polyreme", "launch", "--saves", "train.py"], "second", nodes=8, least=2, saves=True
     ),
@@ -84,6 +91,74 @@ def slurm_of_the_test(folder: Path, srun: str) -> dict[str, str]:
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_what_comes_before_srun(tmp_path: Path, saves: bool) -> None:
+    variables = slurm_of_the_test(tmp_path, f'printf \'%s\\0\' "$WORD" "$@" > {tmp_path}/words; false')
+    request = dataclasses.replace(
+        SCRIPT, saves=saves, prologue="set -eu\nWORD=a", setup=["export WORD=\"$WORD b\"  # it's"],
+        step=["--container-image=a b", "singularity", "exec", "$IMAGE"],
+    )  # fmt: skip
+    done = subprocess.run(["bash"], input=script(request).encode(), env=variables, check=False)
+    assert done.returncode == 1
+    told = (tmp_path / "words").read_text().split("\0")[:-1]
+    assert told == [
+        "a b",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=2",
+        "--wait=30",
+        *request.step,
+        *SCRIPT.command,
+    ]
+    wrong = dataclasses.replace(request, setup=["module() { return 7; }", "module load 100% it\\'s"])
+    (tmp_path / "words").unlink()
+    done = subprocess.run(
+        ["bash"], input=script(wrong).encode(), env=variables, check=False, capture_output=True
+    )
+    assert done.returncode == 7 and not (tmp_path / "words").exists()
+    assert done.stderr.decode() == "error: --setup ended with status 7: module load 100% it\\'s\n"
+
+
+PARTITIONS = """
+PartitionName=small Default=YES MaxNodes=UNLIMITED MaxTime=1-00:00:00 TotalNodes=4
+PartitionName=large Default=NO MaxNodes=8 MaxTime=UNLIMITED TotalNodes=16
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"nodes": 4}, None),
+        ({"nodes": 5}, "--nodes = 5: the partition small never gives a job more than 4 (TotalNodes)"),
+        ({"nodes": 5, "least": 4}, None),
+        ({"nodes": 6, "least": 5}, "--elastic = 5"),
+        ({"nodes": 9, "partition": "large"}, "more than 8 (MaxNodes)"),
+        ({"nodes": 9, "partition": "large", "qos": "all"}, None),
+        ({"nodes": 17, "partition": "large", "qos": "all"}, "more than 16 (TotalNodes)"),
+        ({"nodes": 5, "partition": "small,large"}, None),
+        ({"nodes": 9, "partition": "small,large"}, "large"),
+        ({"nodes": 9, "partition": "none"}, None),
+        ({"nodes": 9, "options": ["--clusters=other"]}, None),
+        ({"time": "25:00:00"}, "--time = '25:00:00': the partition small never gives a job more than 1-00"),
+        ({"time": "25:00:00", "partition": "large"}, None),
+    ],
+)
+def test_what_a_partition_never_gives(
+    changes: dict[str, Any], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    request = dataclasses.replace(SCRIPT, **changes)
+    slurm.refuse_never(request)  # no scontrol
+    for fails in (True, False):
+        scontrol.write_text(f"#!/bin/sh\necho '{PARTITIONS}'; exit {int(fails)}\n")
+        scontrol.chmod(0o755)
+        if said is None or fails:
+            slurm.refuse_never(request)
+            continue
+        with pytest.raises(RequestError, match=re.escape(said)):
+            slurm.refuse_never(request)
 
 
 WORDS = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
@@ -154,6 +229,16 @@ def test_a_run_that_was_warned_and_saved_goes_on(
         ({"options": ["--array=0-3"]}, "--sbatch = '--array=0-3'"),
         ({"options": ["--comment=a b"]}, "--sbatch = '--comment=a b'"),
         ({"nodes": 0}, "--nodes = 0"),
+        ({"gpus": "0"}, "--gpus = 0"),
+        ({"gpus": "a100"}, "write 4, or TYPE:4, as in a100:4"),
+        ({"gpus": "a100:4"}, "-n = 8: each node has 4 (--gpus), and a GPU takes one rank"),
+        ({"gpus": "a b:4"}, "--gpus = 'a b:4'"),
+        ({"step": ["--nodes=3"]}, "--srun = '--nodes=3'"),
+        ({"step": ["-n4"]}, "--srun = '-n4'"),
+        ({"prologue": "#SBATCH --mem=1G\n"}, "give it as --sbatch=--OPTION=VALUE"),
+        ({"prologue": "if true\n"}, "bash cannot read it: "),
+        ({"setup": ["true", "echo 'a"]}, '--setup = "echo \'a": bash cannot read it: '),
+        ({"setup": [""]}, "--setup = ''"),
         ({"least": 5}, "--elastic = '5:4'"),
         ({"memory": "many"}, "--memory = 'many'"),
         ({"memory": "2000"}, "write 2000M"),

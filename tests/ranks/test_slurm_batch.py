@@ -100,6 +100,51 @@ def test_a_script_on_two_nodes_has_the_weights_of_one_host(slurm: Cluster, tmp_p
     assert (tmp_path / "weights").read_bytes() == (tmp_path / "alone").read_bytes()
 
 
+def test_what_no_partition_gives_is_refused_before_it_waits_for_ever(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "none.py").touch()
+    small = ("PartitionName=small", "Nodes=ALL", "MaxNodes=1", "MaxTime=1:00:00", "State=UP")
+    slurm.run("scontrol", "create", *small)
+    words = [sys.executable, "-m", "polyreme", "launch", "--slurm", "--detach"]
+    for more, said in {
+        ("--nodes", "3"): "--nodes = 3: the partition all never gives a job more than 2 (TotalNodes)",
+        (
+            "--nodes",
+            "2",
+            "--partition",
+            "small",
+        ): "the partition small never gives a job more than 1 (MaxNodes)",
+        ("--elastic", "3:4"): "--elastic = 3: the partition all",
+        ("--partition", "small", "--time", "2:00:00"): "more than 01:00:00 (MaxTime)",
+    }.items():
+        refused = slurm.popen(*words, *more, str(tmp_path / "none.py"))
+        told, _ = refused.communicate(timeout=60)
+        assert refused.returncode == 2 and said in told and "fix: give at most " in told, told
+    assert slurm.run("squeue", "--noheader") == ""
+    slurm.run("scontrol", "delete", "PartitionName=small")
+
+
+TOLD = """
+import os
+print("told", os.environ["RANK"], os.environ["OF_FILE"], os.environ["OF_LINE"], os.environ["OF_SRUN"])
+"""
+
+
+def test_what_comes_before_srun_and_its_options(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text(TOLD)
+    (tmp_path / "before.sh").write_text("set -eu\nexport OF_FILE='a file'\n")
+    step = ["--srun=--export=ALL,UNUSED=it's", "--srun=env", "--srun=OF_SRUN=a $word"]  # env: as apptainer
+    words = ["--prologue", "before.sh", "--setup", 'export OF_LINE="a $OF_FILE"  # it\'s', *step, "told.py"]
+    said = slurm.run(*asking("launch", *words), folder=tmp_path)
+    for rank in 0, 1:
+        assert f"told {rank} a file a a file a $word\n" in said, said
+    failing = slurm.hosts[0].popen(
+        *asking("launch", "--setup", "module() { return 7; }", "--setup", "module load cuda", "told.py"),
+        folder=tmp_path, variables=slurm.variables,
+    )  # fmt: skip
+    said, _ = failing.communicate(timeout=60)
+    assert failing.returncode == 7 and "error: --setup ended with status 7: module load cuda\n" in said, said
+
+
 WAITS = """
 import signal, sys, time
 if "saves" in sys.argv:
@@ -197,7 +242,8 @@ def test_the_script_of_the_page_saves_and_goes_on(slurm: Cluster, tmp_path: Path
     text = "# saves.py\n" + page.read_text("utf-8").partition("# saves.py\n")[2].partition("```")[0]
     told = text.replace("    done = ", "    print(result.step)\n    done = ")
     (tmp_path / "saves.py").write_text(told)
-    words = ("launch", "--saves", "--elastic", "1:2", "saves.py", "3000", "out")
+    setup = ("--setup", "echo set up >> setups")
+    words = ("launch", "--saves", *setup, "--elastic", "1:2", "saves.py", "3000", "out")
     following = Following(slurm, tmp_path, *words)
     following.until("\n10\n")
     following.signal("USR1")
@@ -212,6 +258,7 @@ def test_the_script_of_the_page_saves_and_goes_on(slurm: Cluster, tmp_path: Path
     assert lines(said) == lines(following.printed.partition("only submits\n")[2])
     assert said.count("ranks have stopped by SIGUSR1, and are to go on (status 75)") == 2, said
     assert "\n[n2 1] 3000\n" in said
+    assert (tmp_path / "setups").read_text() == 3 * "set up\n"
     status, _, errors = polyreme(tmp_path, "launch", "-n", "2", "saves.py", "3000", "alone")
     assert status == 0, errors
     weights = [tmp_path / each / "model.safetensors" for each in ("out", "alone")]

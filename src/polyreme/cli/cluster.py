@@ -77,7 +77,14 @@ class Options:
         _option(BOTH, "--name", "--job-name", help="The job's name; by default from the script's."),
     ] = None
     gpus: Annotated[
-        int | None, _option(BOTH, "--gpus", "--gpus-per-node", min=1, help="GPUs of each host.")
+        str | None,
+        _option(
+            BOTH,
+            "--gpus",
+            "--gpus-per-node",
+            metavar="[TYPE:]N",
+            help="GPUs of each host; with --slurm a type, too, as in a100:4.",
+        ),
     ] = None
     cpus: Annotated[int | None, _option(BOTH, "--cpus", min=1, help="Cores of each host.")] = None
     memory: Annotated[
@@ -108,6 +115,23 @@ class Options:
         _option(
             SLURM, "--sbatch", metavar="OPTION", help="Another option of sbatch's: --sbatch=--exclusive."
         ),
+    ] = None
+    prologue: Annotated[
+        Path | None, _option(SLURM, "--prologue", metavar="FILE", help="Commands of bash to run before srun.")
+    ] = None
+    setup: Annotated[
+        list[str] | None,
+        _option(
+            SLURM, "--setup", metavar="LINE", help="One of them, as in 'module load cuda'; may be repeated."
+        ),
+    ] = None
+    srun: Annotated[
+        list[str] | None,
+        _option(SLURM, "--srun", metavar="OPTION", help="Another of srun's: --srun=--container-image=IMAGE."),
+    ] = None
+    python: Annotated[
+        str | None,
+        _option(SLURM, "--python", metavar="PATH", help="The nodes' Python, as in a container; this one."),
     ] = None
     detach: Annotated[
         bool, _option(SLURM, "--detach", help="Only submit it: do not follow what it prints to its end.")
@@ -270,6 +294,25 @@ class Options:
         return int(found[1]), int(found[2])
 
     @property
+    def gpu_count(self) -> int | None:
+        """The GPUs of each host, where a type cannot be asked for."""
+        if self.gpus is None:
+            return None
+        kind, _, count = self.gpus.rpartition(":")
+        if re.fullmatch(r"[0-9]{1,6}", count) is None or int(count) < 1:
+            raise typer.BadParameter(
+                f"{self.gpus!r} is no number of GPUs: give 1 or more", param_hint="--gpus"
+            )
+        if kind:
+            way = "pods get it by --node-selector, or Kueue's --queue"
+            way = way if self.kubernetes else "on Ray choose a cluster that has it alone"
+            raise typer.BadParameter(
+                f"{self.gpus!r} has a type, which applies with --slurm only: give --gpus {count}; {way}",
+                param_hint="--gpus",
+            )
+        return int(count)
+
+    @property
     def hosts(self) -> int:
         """The most hosts that it runs on."""
         return self.bounds[1] if self.bounds else self.nodes or 1
@@ -313,7 +356,8 @@ def start(
     `arguments` name; pods get its text. `folders`: those that it has the run write to, by their keys."""
     name = options.name or re.sub(r"[^a-z0-9]+", "-", f"polyreme-{Path(source).stem}".lower()).strip("-")
     if options.slurm:
-        _submit(options, [sys.executable, "-m", "polyreme", *arguments], ranks, name, saves)
+        python = options.python or sys.executable
+        _submit(options, [python, "-m", "polyreme", *arguments], ranks, name, saves)
     else:
         request = _request(options, ["polyreme", *arguments], ranks, name, saves, config)
         _write(options, dataclasses.replace(request, folders=folders))
@@ -341,6 +385,9 @@ def _submit(options: Options, command: Sequence[str], ranks: int, name: str, sav
         options.hosts,
         least=options.bounds and options.bounds[0],
         options=options.sbatch or (),
+        step=options.srun or (),
+        prologue=_read(options.prologue) if options.prologue else "",
+        setup=options.setup or (),
         saves=saves,
         folder=str(Path.cwd()),
         **{each: getattr(options, each) for each in names},
@@ -349,6 +396,7 @@ def _submit(options: Options, command: Sequence[str], ranks: int, name: str, sav
     if options.dry_run:
         typer.echo(text.encode("utf-8", "surrogateescape"), nl=False)
         return
+    slurm.refuse_never(request)
     job = slurm.submit(text)
     typer.echo(
         f"submitted batch job {job.number}: {name}, {_size(options, ranks, 'node')}\n"
@@ -376,7 +424,7 @@ def _request(
         )
     names = (
         *("image", "namespace", "queue", "gang", "runtime", "user", "service_account", "priority"),
-        *("gpus", "cpus", "memory", "shm", "scratch", "env", "restarts", "deadline", "ttl", "kind"),
+        *("cpus", "memory", "shm", "scratch", "env", "restarts", "deadline", "ttl", "kind"),
     )
     given = {each: getattr(options, each) for each in names}
     return pod_request.Request(
@@ -387,6 +435,7 @@ def _request(
         pull_secrets=options.pull_secret or (),
         node_selector=options.node_selector or (),
         tolerations=options.toleration or (),
+        gpus=options.gpu_count,
         volumes=options.volume or (),
         elastic=options.bounds,
         saves=saves,
@@ -456,6 +505,16 @@ def pod_file(config: Path) -> Path:
 def _size(options: Options, ranks: int, host: str) -> str:
     hosts = f"{options.elastic.replace(':', ' to ')}" if options.elastic else str(options.hosts)
     return f"{hosts} {host}{'s' * (hosts != '1')} with {ranks} rank{'s' * (ranks != 1)} each"
+
+
+def _read(file: Path) -> str:
+    """The text of --prologue."""
+    try:
+        return file.read_text("utf-8", "surrogateescape")
+    except OSError as error:
+        raise PolyremeError(
+            f"cannot read --prologue {file}: {error.strerror}; give a file of bash commands"
+        ) from None
 
 
 def _save(file: Path, text: str) -> None:

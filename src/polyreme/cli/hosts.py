@@ -74,7 +74,7 @@ def start(
         from polyreme.launch import ray_cluster
 
         ranks = len(next(iter(active.values())))
-        return ray_cluster.run(ray_cluster.Request(ranks, len(active), options.cpus, options.gpus), what)
+        return ray_cluster.run(ray_cluster.Request(ranks, len(active), options.cpus, options.gpu_count), what)
     if options.dry_run:
         for host, its in active.items():
             typer.echo(

@@ -12,12 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyreme.errors import LaunchError
+from polyreme.errors import LaunchError, shortened
 
 Pool = Mapping[str, int]
 Active = Mapping[str, list[int]]
 MOST = 4096
 """Slots of a host: more are a mistake."""
+SHOWN = 50
+"""Wrong lines that an error lists."""
 
 
 class ResourceError(LaunchError, ValueError):
@@ -42,30 +44,35 @@ def read(path: Path) -> Pool:
 def parse_hostfile(hostfile_lines: Iterable[str]) -> Pool:
     """The pool of such lines; empty ones, and those that begin with #, say nothing.
 
-    Raises ResourceError for a line of another form, a host that is there twice or has no slots, or no host at
-    all."""
+    Raises ResourceError with all lines of another form, and hosts that are there twice or have no slots, by
+    their numbers; or where there is no host at all."""
     pool: OrderedDict[str, int] = OrderedDict()
-    for each in hostfile_lines:
+    lines: dict[str, int] = {}
+    problems = []
+    for number, each in enumerate(hostfile_lines, 1):
         line = each.strip()
         if not line or line.startswith("#"):
             continue
         entry = re.fullmatch(r"(\S+)\s+slots=(\d{1,9})(\s*#.*)?", line, re.ASCII)
+        host = _unbracketed(entry[1]) if entry else ""
         if entry is None:
-            raise ResourceError(f"the hostfile has the line {line!r}; write HOST slots=N, a host in a line")
-        if not 1 <= int(entry[2]) <= MOST:
-            raise ResourceError(
-                f"the hostfile has the line {line!r}, but a host has 1 to {MOST} slots; begin the line with "
-                "# to leave the host out"
+            why = "write HOST slots=N, a host in a line"
+        elif not 1 <= int(entry[2]) <= MOST:
+            why = f"a host has 1 to {MOST} slots; begin the line with # to leave the host out"
+        elif (re.search(r":\d+$", host) and host.count(":") == 1) or "]" in host:
+            why = (
+                f"{host} is with a port; write the host alone, and the port in ~/.ssh/config or as --ssh "
+                "'ssh -p PORT'"
             )
-        host = _unbracketed(entry[1])
-        if (re.search(r":\d+$", host) and host.count(":") == 1) or "]" in host:
-            raise ResourceError(
-                f"the hostfile has the host {host!r}, with a port; write the host alone, and the port in "
-                "~/.ssh/config or as --ssh 'ssh -p PORT'"
-            )
-        if host in pool:
-            raise ResourceError(f"the hostfile has {host} twice; give all its slots in one line")
-        pool[host] = int(entry[2])
+        elif host in pool:
+            why = f"it has {host} twice, as line {lines[host]}; give all its slots in one line"
+        else:
+            pool[host], lines[host] = int(entry[2]), number
+            continue
+        problems.append(f"\n  - line {number}, {shortened(repr, line)}: {why}")
+    if problems:
+        more = f"\n  and {len(problems) - SHOWN} lines more" * (len(problems) > SHOWN)
+        raise ResourceError(f"the hostfile cannot be used:{''.join(problems[:SHOWN])}{more}")
     if not pool:
         raise ResourceError("the hostfile names no host; write HOST slots=N, a host in a line")
     return pool

@@ -23,7 +23,7 @@ from polyreme.distributed.environment import (
     WORLD_SIZE,
 )
 from polyreme.errors import Problem
-from polyreme.launch.requests import count_problems, size, size_problems
+from polyreme.launch.requests import count_problems, gpu_problems, size, size_problems
 
 KINDS = ("job", "jobset", "trainjob")
 GANGS = ("volcano", "plugins")
@@ -185,9 +185,7 @@ def _count_problems(request: Request) -> Iterator[Problem]:
             "--ttl": (request.ttl, 0),
         }
     )
-    if request.gpus is not None and request.ranks > request.gpus:
-        reason = f"each pod has {request.gpus} (--gpus), and a GPU takes one rank"
-        yield Problem("-n", request.ranks, reason, f"give -n {request.gpus}, or more GPUs")
+    yield from gpu_problems(request.ranks, request.gpus, "pod")
 
 
 def _elastic_problems(request: Request) -> Iterator[Problem]:

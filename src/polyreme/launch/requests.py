@@ -59,3 +59,10 @@ def count_problems(counts: Mapping[str, tuple[int | None, int]]) -> Iterator[Pro
     for option, (count, least) in counts.items():
         if count is not None and count < least:
             yield Problem(option, count, f"it is below {least}", f"give {least} or more")
+
+
+def gpu_problems(ranks: int, gpus: int | None, of: str) -> Iterator[Problem]:
+    """More ranks than the GPUs of each `of`, a pod or a node."""
+    if gpus is not None and ranks > gpus:
+        reason = f"each {of} has {gpus} (--gpus), and a GPU takes one rank"
+        yield Problem("-n", ranks, reason, f"give -n {gpus}, or more GPUs")

@@ -12,11 +12,11 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from polyreme.errors import LaunchError, Problem
-from polyreme.launch.requests import STOPPED, RequestError, count_problems, size_problems
+from polyreme.launch.requests import STOPPED, RequestError, count_problems, gpu_problems, size_problems
 
 WARNING = 300
 """Seconds before the end of its time at which a run that saves is warned, if the user doesn't say."""
@@ -43,6 +43,16 @@ OURS = {
     "wrap": "leave it out: the script is the one that is written here",
 }
 """Sbatch's options that a script has, or cannot have, and what to do instead."""
+OF_STEP = {
+    "ntasks": OURS["ntasks"],
+    "ntasks-per-node": OURS["ntasks"],
+    "nodes": OURS["nodes"],
+    "cpus-per-task": OURS["cpus-per-task"],
+    "wait": "leave it out: launchers that another one's failure does not end are killed so",
+    "kill-on-bad-exit": "leave it out: it kills nodes that are about to end by themselves",
+}
+"""Srun's options that a script has, or cannot have, and what to do instead."""
+ANSWER = 10.0  # seconds that Slurm may take to say how large a partition is
 LEFT = 30  # seconds after which srun kills a launcher that has not ended when another has
 FOREVER = 1000  # times that a job goes on, if the user doesn't say: one that never gets on ends at some time
 
@@ -52,8 +62,10 @@ class Request:
     """What to run on nodes, as the options of the command say it.
 
     `command` is the program of each node. `least` is the fewest nodes, where not all of `nodes` need to be
-    free. `saves`: a run that was stopped ends with STOPPED, and goes on from its checkpoint. `options` are
-    more of sbatch's own. `folder` is where the job is submitted, and prints to a file."""
+    free. `saves`: a run that was stopped ends with STOPPED, and goes on from its checkpoint. `gpus` are a
+    number, or TYPE:NUMBER. `options` are more of sbatch's own, and `step` words that follow srun: options of
+    its own, and perhaps a program that runs the command. `prologue` is a script, and `setup` lines, before
+    that; a line that fails ends the job. `folder` is where the job is submitted, and prints to a file."""
 
     command: Sequence[str]
     name: str
@@ -65,12 +77,15 @@ class Request:
     partition: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    gpus: int | None = None
+    gpus: str | None = None
     cpus: int | None = None
     memory: str | None = None
     warning: int | None = None
     restarts: int | None = None
     options: Sequence[str] = ()
+    step: Sequence[str] = ()
+    prologue: str = ""
+    setup: Sequence[str] = ()
     saves: bool = False
     folder: str = ""
 
@@ -78,6 +93,11 @@ class Request:
     def warned(self) -> int:
         """Seconds before the end at which the run is warned; 0 if it is not."""
         return (WARNING if self.warning is None else self.warning) if self.saves else 0
+
+    @property
+    def least_nodes(self) -> int:
+        """The fewest nodes that are enough."""
+        return self.nodes if self.least is None else self.least
 
 
 def script(request: Request) -> str:
@@ -88,16 +108,17 @@ def script(request: Request) -> str:
     # Launchers end together (launch.peers), with the status of the first failure, which --kill-on-bad-exit
     # would make that of a signal. One that cannot would hold the job.
     options = ["--ntasks-per-node=1", f"--cpus-per-task={_cpus(request)}", f"--wait={LEFT}"]
-    srun = shlex.join(["srun", *options, *request.command])
+    srun = shlex.join(["srun", *options, *request.step, *request.command])
+    before = _before(request)
     if not request.warned:
-        return f"#!/bin/bash\n{header}\n\nexec {srun}\n"
+        return f"#!/bin/bash\n{header}\n\n{before}exec {srun}\n"
     return f"""#!/bin/bash
 {header}
 
 step= warned= again=
 # srun hands it to each node's launcher, and the ranks save
 trap 'warned=1 again=1; [ -z "$step" ] || kill -USR1 "$step"' USR1
-{srun} &
+{before}{srun} &
 step=$!
 [ -z "$warned" ] || kill -USR1 "$step"
 while again=; wait "$step"; status=$?; [ -n "$again" ]; do :; done  # the signal ends a wait, too
@@ -108,6 +129,17 @@ if [ -n "$warned" ] && [ "$status" -eq {STOPPED} ] && \\
 fi
 exit "$status"
 """
+
+
+def _before(request: Request) -> str:
+    """What the script does before srun. A command comes first: before it sbatch reads comments."""
+    text = ":\n" if request.prologue or request.setup else ""
+    if request.prologue:
+        text += request.prologue.rstrip("\n") + "\nset +eu  # as what follows has it\n"
+    for line in request.setup:
+        says = f"printf 'error: --setup ended with status %d: %s\\n' $status {shlex.quote(line)} >&2"
+        text += f"{line}\nstatus=$?; [ $status = 0 ] || {{ {says}; exit $status; }}\n"
+    return text
 
 
 @dataclass(frozen=True)
@@ -142,6 +174,53 @@ def submit(text: str) -> Job:
         )
     number, _, cluster = os.fsdecode(done.stdout).strip().partition(";")
     return Job(number, cluster)
+
+
+def refuse_never(request: Request) -> None:
+    """Raise RequestError for more nodes, or time, than the partition ever gives, if Slurm says so: it would
+    have the job wait for ever."""
+    clusters = any(each.startswith("--clusters") for each in request.options)
+    asked = request.partition or os.environ.get("SBATCH_PARTITION", "")
+    if clusters or not (found := _partitions(asked.split(","))):
+        return
+    problems = [list(_never(request, name, words)) for name, words in found.items()]
+    if all(problems):
+        raise RequestError("Slurm", [each for of_one in problems for each in of_one])
+
+
+def _partitions(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """What `scontrol` says of partitions, by their names; of the default one where none is named. Empty
+    where it does not say it of all."""
+    try:
+        told = subprocess.run(
+            ["scontrol", "--oneliner", "show", "partition"], capture_output=True, timeout=ANSWER, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}  # sbatch will say why
+    lines = [dict(word.split("=", 1) for word in line.split() if "=" in word)
+             for line in os.fsdecode(told).splitlines()]  # fmt: skip
+    by_name = {line.get("PartitionName", ""): line for line in lines}
+    if names == [""]:
+        names = [name for name, line in by_name.items() if line.get("Default") == "YES"]
+    return {name: by_name[name] for name in names} if {*names} <= {*by_name} else {}
+
+
+def _never(request: Request, name: str, words: Mapping[str, str]) -> Iterator[Problem]:
+    """Why a partition never has what is asked for. A QOS may lift its limits, but adds no nodes."""
+    limits = ("TotalNodes",) if request.qos else ("MaxNodes", "TotalNodes")
+    counts = {each: int(words[each]) for each in limits if words.get(each, "").isdigit()}
+    limit = min(counts, key=counts.__getitem__, default="")
+    if counts and request.least_nodes > counts[limit]:
+        option = "--nodes" if request.least is None else "--elastic"
+        reason = f"the partition {name} never gives a job more than {counts[limit]} ({limit})"
+        fix = f"give at most {counts[limit]}, or another --partition"
+        yield Problem(option, request.least_nodes, reason, fix)
+    longest, asked = seconds(words.get("MaxTime", "")), seconds(request.time or "")
+    if longest and asked and asked > longest and not request.qos:
+        reason = f"the partition {name} never gives a job more than {words['MaxTime']} (MaxTime)"
+        yield Problem(
+            "--time", request.time, reason, f"give at most {words['MaxTime']}, or another --partition"
+        )
 
 
 def seconds(time: str) -> int | None:
@@ -215,12 +294,19 @@ def _problems(request: Request) -> Iterator[Problem]:
             )
         elif (fix := OURS.get(option[2:].partition("=")[0])) is not None:
             yield Problem("--sbatch", option, "it would change what the script says of that", fix)
+    yield from _line_problems(request)
+    gpus = re.fullmatch(r"(?:[^\s'\"\\#:,=]+:)?(\d{1,6})", request.gpus or "", re.ASCII)
+    if request.gpus is not None and gpus is None:
+        reason = "it is no number of GPUs, nor one behind a type"
+        yield Problem("--gpus", request.gpus, reason, "write 4, or TYPE:4, as in a100:4")
+    count = int(gpus[1]) if gpus else None
+    yield from gpu_problems(request.ranks, count, "node")
     yield from count_problems(
         {
             "--nodes": (request.nodes, 1),
             "--elastic": (request.least, 1),
             "-n": (request.ranks, 1),
-            "--gpus": (request.gpus, 1),
+            "--gpus": (count, 1),
             "--cpus": (request.cpus, 1),
             "--warning": (request.warning, 0),
             "--restarts": (request.restarts, 0),
@@ -242,6 +328,35 @@ def _problems(request: Request) -> Iterator[Problem]:
         reason = "Slurm takes % and \\ in the path of what the job prints for patterns of its own"
         yield Problem("folder", request.folder, reason, "run it in one without them")
     yield from _time_problems(request)
+
+
+def _line_problems(request: Request) -> Iterator[Problem]:
+    """What cannot stand before, or behind, srun."""
+    for word in request.step:
+        if not word.startswith("-"):
+            break  # a program, whose own the rest is
+        if not word.startswith("--"):
+            reason = "it is none of srun's long options in one word"
+            yield Problem("--srun", word, reason, "write --srun=--OPTION=VALUE")
+        elif (fix := OF_STEP.get(word[2:].partition("=")[0])) is not None:
+            yield Problem("--srun", word, "it would change what the script says of that", fix)
+    for option, text in (("--prologue", request.prologue), *(("--setup", line) for line in request.setup)):
+        if re.search(r"^#SBATCH\b", text, re.MULTILINE):
+            reason = "it has a line of #SBATCH, which counts for nothing there"
+            yield Problem(option, text, reason, "give it as --sbatch=--OPTION=VALUE")
+        elif "\0" in text or (option == "--setup" and not text.strip()):
+            yield Problem(option, text, "it is no line of a script", "give commands of bash")
+        elif said := _misread(text):
+            yield Problem(option, text, f"bash cannot read it: {said}", "give whole commands of bash")
+
+
+def _misread(text: str) -> str:
+    """What bash says of a text that is no script; "" if it is one, or there is no bash."""
+    try:
+        done = subprocess.run(["bash", "-n"], input=os.fsencode(text), capture_output=True, check=False)
+    except OSError:
+        return ""
+    return os.fsdecode(done.stderr).strip().partition("\n")[0]
 
 
 def _time_problems(request: Request) -> Iterator[Problem]:
