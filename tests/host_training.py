@@ -8,6 +8,8 @@ from pathlib import Path
 from hosts import Host, Script
 
 PORT = "29500"
+DIFFERENT = "ranks have different versions of what can change numbers: "
+"""What ranks say of hosts that differ."""
 
 TRAIN = """
 import hashlib, os, pathlib, sys

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_launch_unlike_hosts import bound
 
-from command import until
+from command import SOURCE, until
 from examples import ALL
-from host_training import by_hand, trained, write
+from host_training import DIFFERENT, by_hand, trained, write
 from hosts import Host, hosts, lacking
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
@@ -43,6 +45,22 @@ def test_two_hosts_train_to_the_bits_of_one(two: list[Host], script: Path) -> No
             host.set_own_address(host.address)
     assert [words[-1] for words in apart] == ["eth0", "eth0"]
     assert {words[-2] for words in apart} == {words[-2] for words in alike}
+
+
+def test_hosts_with_different_sources_of_polyreme_do_not_train(
+    two: list[Host], script: Path, tmp_path: Path
+) -> None:
+    version = Path(SOURCE) / "polyreme" / "version.py"
+    (tmp_path / "version.py").write_text(f"{version.read_text()}\n")
+    with bound(two[1], tmp_path / "version.py", version):
+        runs = [
+            host.script(script, "3", "60", variables=by_hand(rank, 2, "n1")) for rank, host in enumerate(two)
+        ]
+        ends = [run.end() for run in runs]
+    for status, printed in ends:
+        assert status and re.search(
+            DIFFERENT + r"polyreme \S+ \(\w{8}\) on n1, \S+ \(\w{8}\) on n2; ", printed
+        )
 
 
 LOOP = """

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from test_hostfile import Running
 
 from command import SOURCE
 from examples import whole
 from hosts import Host, hosts, lacking
+from polyreme.version import VERSION
 from ssh import PROGRAMS, logins
 
 pytestmark = [pytest.mark.skipif(bool(lacking(*PROGRAMS)), reason=lacking(*PROGRAMS)), whole]
@@ -58,14 +60,32 @@ def refused(two: tuple[list[Host], str], folder: Path) -> str:
     return printed
 
 
-def test_a_host_with_another_torch_is_named(two: tuple[list[Host], str], tmp_path: Path) -> None:
-    [file] = [each for each in importlib.metadata.files("torch") or () if each.name == "METADATA"]
-    path = Path(str(file.locate()))
-    other = tmp_path / "METADATA"
-    here = importlib.metadata.version("torch")
-    other.write_text(path.read_text().replace(f"\nVersion: {here}\n", "\nVersion: 2.12.0\n"))
-    with bound(two[0][1], other, path):
-        assert f"- n2: torch 2.12.0 is there, and {here} here: install the same one" in refused(two, tmp_path)
+def as_if(name: str, version: str, folder: Path) -> tuple[Path, Path]:
+    """A file by which a library is of another version, and the one in whose place it does so."""
+    [file] = [each for each in importlib.metadata.files(name) or () if each.name == "METADATA"]
+    path, here = Path(str(file.locate())), importlib.metadata.version(name)
+    (folder / "METADATA").write_text(
+        path.read_text().replace(f"\nVersion: {here}\n", f"\nVersion: {version}\n")
+    )
+    return folder / "METADATA", path
+
+
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_a_host_with_another_version_is_named(two: tuple[list[Host], str], tmp_path: Path, name: str) -> None:
+    with bound(two[0][1], *as_if(name, "2.12.0", tmp_path)):
+        said = refused(two, tmp_path)
+    here = importlib.metadata.version(name)
+    assert f"- n2: {name} 2.12.0 is there, and {here} here: install the same one" in said
+
+
+def test_a_host_with_other_sources_of_polyreme_is_named(two: tuple[list[Host], str], tmp_path: Path) -> None:
+    version = Path(SOURCE) / "polyreme" / "version.py"
+    (tmp_path / "version.py").write_text(f"{version.read_text()}\n")
+    with bound(two[0][1], tmp_path / "version.py", version):
+        said = refused(two, tmp_path)
+    other, here = re.findall(rf"{re.escape(VERSION)} \((\w{{8}})\)", said)
+    assert f"- n2: polyreme {VERSION} ({other}) is there, and {VERSION} ({here}) here: install" in said
+    assert other != here
 
 
 def test_a_host_without_polyreme_is_named(two: tuple[list[Host], str], tmp_path: Path) -> None:
@@ -100,7 +120,7 @@ def test_a_host_with_an_old_python_is_named(two: tuple[list[Host], str], tmp_pat
 
 
 def test_doctor_finds_a_clock_that_is_an_hour_ahead(two: tuple[list[Host], str], tmp_path: Path) -> None:
-    version = Path(SOURCE) / "polyreme" / "version.py"
+    version = Path(torch.version.__file__)
     (tmp_path / "version.py").write_text(version.read_text() + AHEAD)
     with bound(two[0][1], tmp_path / "version.py", version):
         status, printed = Running(two, tmp_path, "doctor").end()

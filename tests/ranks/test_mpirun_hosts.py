@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import signal
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from test_hostfile import processes
+from test_launch_unlike_hosts import as_if, bound
 
 import mpirun
 from command import until
 from examples import whole
-from host_training import on_one_host, write
+from host_training import DIFFERENT, on_one_host, write
 from hosts import Host, hosts, lacking
 from ssh import PROGRAMS, logins
 
@@ -77,6 +79,22 @@ def test_a_script_trains_on_two_hosts_to_the_bits_of_one(
     assert [words[:4] for words in lines] == [["rank", str(rank), "of", "2"] for rank in (0, 1)]
     assert {words[5] for words in lines} == {"eth0"}
     assert {words[4] for words in lines} == {on_one_host(script, two[0])}
+
+
+@whole
+@pytest.mark.parametrize("library", mpirun.LIBRARIES)
+def test_hosts_with_different_versions_do_not_train(
+    two: list[Host], login: Path, tmp_path: Path, library: str
+) -> None:
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    program, *words = mpirun.command(library, 2, str(write(tmp_path)), "3", "60")
+    with bound(two[1], *as_if("transformers", "4.0", tmp_path)):
+        run = two[0].popen(program, *options(library, login), *words)
+        said, _ = run.communicate(timeout=200)
+    here = importlib.metadata.version("transformers")
+    assert run.returncode and f"{DIFFERENT}transformers {here} on n1, 4.0 on n2; install" in said, said
+    print(said)
 
 
 UNEVEN = """

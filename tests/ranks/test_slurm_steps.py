@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import sys
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import pytest
 from test_hostfile import HOLD, processes
+from test_launch_unlike_hosts import as_if, bound
 
 from command import until
 from examples import whole
-from host_training import StandIn, ended, on_one_host, write
+from host_training import DIFFERENT, StandIn, ended, on_one_host, write
 from hosts import TEMPORARY, lacking
 from slurm import PROGRAMS, Cluster, cluster
 
@@ -36,6 +38,21 @@ def test_the_tasks_of_a_step_train_together(slurm: Cluster, tmp_path: Path) -> N
     assert sorted(words[:4] for words in apart) == [["rank", str(rank), "of", "2"] for rank in (0, 1)]
     assert {words[5] for words in apart} == {"eth0"}
     assert {words[4] for words in apart} == {on_one_host(script, slurm.hosts[0])}
+
+
+@whole
+@pytest.mark.parametrize("launch", [[], ["-m", "polyreme", "launch"]], ids=["bare", "launch"])
+def test_nodes_with_different_versions_do_not_train(
+    slurm: Cluster, tmp_path: Path, launch: list[str]
+) -> None:
+    script = write(tmp_path)
+    with bound(slurm.hosts[1], *as_if("transformers", "4.0", tmp_path)):
+        words = ["--nodes=2", "--ntasks-per-node=1", sys.executable, *launch, str(script), "3", "60"]
+        step = slurm.popen("srun", *words)
+        said, _ = step.communicate(timeout=200)
+    here = importlib.metadata.version("transformers")
+    assert step.returncode and f"{DIFFERENT}transformers {here} on n1, 4.0 on n2; install" in said, said
+    print(said)
 
 
 @whole

@@ -1,5 +1,5 @@
 """Agreement between ranks: what has to be the same on all of them is compared before anything depends on it:
-the config before the mesh is made of it, the model before its numbers move.
+the config, and the versions of what computes, before the mesh is made, the model before its numbers move.
 
 Invariant: where ranks differ, or where it cannot be had on some of them, every rank raises, and none waits
 for another.
@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from torch import nn
 from polyreme.config import Config
 from polyreme.config.schema import LEAVES
 from polyreme.distributed.mesh import Axis
+from polyreme.distributed.versions import refuse_unlike, versions
 from polyreme.errors import ConfigError, LaunchError, ModelError, PolyremeError, Problem, ranks_named
 
 OF_A_RANK = ("data.", "monitor.", "launch.", "model.path", "checkpoint.folder", "checkpoint.resume")
@@ -48,8 +50,9 @@ def how_to_meet(load: Callable[[], Config]) -> tuple[timedelta, timedelta, str]:
 
 def same_config(everyone: Axis, load: Callable[[], Config]) -> Config:
     """The config, which is the same on all ranks. Raises ConfigError on every rank, with each key that
-    differs; where some rank could not read it, its own error there and LaunchError on the others."""
-    return _same(everyone, load, _config_facts, "could not read its config", _configs_differ)
+    differs; where some rank could not read it, its own error there and LaunchError on the others. Raises
+    LaunchError, before any of these, for versions that differ."""
+    return _same(everyone, load, _config_facts, "could not read its config", _configs_differ, versions)
 
 
 def same_model(everyone: Axis, module: nn.Module, others: Mapping[str, object]) -> None:
@@ -112,6 +115,7 @@ def _same(
     facts_of: Callable[[T], dict[str, Any]],
     could_not: str,
     differ: Callable[[list[Difference]], PolyremeError],
+    versions: Callable[[], Mapping[str, str]] = dict,
 ) -> T:
     if everyone.size == 1:
         return make()
@@ -123,13 +127,15 @@ def _same(
     except Exception as error:  # whatever it is, the others must not wait for this rank
         failure = error
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    reports: list[Any] = everyone.gather_objects([digest, str(failure) if failure else None])
+    report = [digest, str(failure) if failure else None, socket.gethostname(), versions()]
+    reports: list[Any] = everyone.gather_objects(report)
+    refuse_unlike(each[2:] for each in reports)
     if failure is not None:
         raise failure
-    for rank, (_, why) in enumerate(reports):
+    for rank, (_, why, *_) in enumerate(reports):
         if why is not None:
             raise LaunchError(f"rank {rank} {could_not}: {why}")
-    if len({each for each, _ in reports}) > 1:
+    if len({each[0] for each in reports}) > 1:
         raise differ(list(_differences(everyone.gather_objects(facts))))
     return made
 

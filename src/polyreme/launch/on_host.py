@@ -10,28 +10,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from polyreme.distributed.interfaces import addresses, is_loopback, source
+from polyreme.distributed.versions import versions
 from polyreme.errors import LaunchError, PolyremeError
 from polyreme.files.machine import identity
 from polyreme.launch import frames
 from polyreme.launch.frames import Frame
 from polyreme.launch.signals import ENDINGS, WISHES
-from polyreme.version import VERSION
 
 SILENCE = 60.0  # seconds; the other end says something every ALIVE
 ALIVE = 10.0
 GIVING_UP = 11.0  # seconds after which ranks that were to end are left to the kernel, which kills them
-DISTRIBUTIONS = ("polyreme", "torch")
 Tell = Callable[[Frame], None]
 
 
@@ -83,20 +80,11 @@ def _look(wish: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": socket.gethostname(),
         "machine": identity(),
-        "versions": {"python": platform.python_version(), **{each: _version(each) for each in DISTRIBUTIONS}},
+        "versions": versions(),
         "reached": [address for address in reached if not is_loopback(address)],
         "problems": problems,
         "time": time.time(),
     }
-
-
-def _version(name: str) -> str:
-    if name == "polyreme":
-        return VERSION
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
 
 
 def _ways(wish: Mapping[str, Any]) -> dict[str, Any]:

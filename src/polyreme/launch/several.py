@@ -23,11 +23,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
 from polyreme.distributed.environment import LAUNCHED, PODS, RANKS_PER_POD, SERVICE
+from polyreme.distributed.versions import versions
 from polyreme.errors import LaunchError
 from polyreme.launch import frames
 from polyreme.launch.frames import TOLD, Frame
@@ -36,7 +36,6 @@ from polyreme.launch.manner import PLAIN, SAVING, Manner, RanksFailedError
 from polyreme.launch.on_host import ALIVE
 from polyreme.launch.signals import ENDINGS, WISHES, Wishes, acknowledge, hearing
 from polyreme.launch.streams import Printer
-from polyreme.version import VERSION
 
 ANSWER = 90.0  # seconds for a host to be reached, and for a Python there to begin
 LEAVING = 12.0  # seconds for ranks that are to end at once
@@ -272,7 +271,7 @@ class _Started:
     def look(self) -> None:
         """Have every host say what there is of what the run needs. Raises HostsError with all problems."""
         answers = self._answers(self.hosts, "look", folder=self.what.folder, files=list(self.what.files))
-        mine = {"python": platform.python_version(), "polyreme": VERSION, "torch": metadata.version("torch")}
+        mine = versions()
         problems, names = {}, dict[str, str]()
         for host, answer in answers.items():
             if isinstance(answer, str):

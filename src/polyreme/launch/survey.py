@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -32,7 +31,7 @@ import torch.distributed as dist
 from polyreme.distributed.environment import detect
 from polyreme.distributed.interfaces import addresses
 from polyreme.distributed.process_group import close, join
-from polyreme.version import VERSION
+from polyreme.distributed.versions import versions
 
 PINGS, LARGE, TIMES = 30, 16 * 2**20, 3
 SEEN = 5.0  # seconds that a file may take to be seen on other hosts: network file systems remember folders
@@ -102,7 +101,7 @@ def _facts() -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     """Versions of what has to be the same on all hosts; over MPI its library, too."""
-    found = {"python": platform.python_version(), "polyreme": VERSION, "torch": metadata.version("torch")}
+    found = dict(versions())
     if mpi := sys.modules.get("mpi4py.MPI"):  # over which ranks met
         name = mpi.Get_library_version().splitlines()[0].partition(",")[0]
         found |= {
