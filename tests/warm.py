@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver as servers
@@ -187,7 +186,7 @@ def _live(main: Callable[[], object], variables: Mapping[str, str]) -> NoReturn:
         if not isinstance(status, int):
             print(status, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -89,7 +89,7 @@ BUDGETS = {
     "config": 1033,
     "data": 679,
     "deferred_init": 420,
-    "distributed": 2715,
+    "distributed": 2794,
     "files": 329,
     "integrations": 400,
     "job": 809,

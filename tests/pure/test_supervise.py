@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -15,9 +16,10 @@ from polyreme.launch import supervise
 from polyreme.launch.manner import RanksFailedError
 from polyreme.launch.requests import ENDS, STOPPED
 
+WORD = ENDS.format(3, json.dumps("rank 1 failed: é\n  at x"))
 FAILS = f"""
 import os, sys, time
-word = {ENDS.format(3)!r}.encode()
+word = {WORD!r}.encode()
 os.write(2, b"an error \\xc3\\xa9\\n" + word[:9])
 time.sleep(0.2)
 os.write(2, word[9:] + b"more\\n")
@@ -29,7 +31,9 @@ def run(*lines: str) -> None:
 
 
 def test_the_status_is_that_of_the_rank_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RanksFailedError, match="mpirun ended with status 255") as raised:
+    with pytest.raises(
+        RanksFailedError, match=r"mpirun ended with status 255: rank 1 failed: é\n  at x$"
+    ) as raised:
         run("sys.exit(255)")
     assert raised.value.exit_status == 3 and capfd.readouterr().err == "an error é\nmore\n"
 
@@ -51,7 +55,8 @@ def test_a_command_that_waits_for_a_host_that_does_not_answer_is_ended(
 def test_a_command_that_ends_well_before_its_ranks_has_failed(
     ended: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = [sys.executable, "-c", f"import os; os.write(2, {ENDS.format(0).encode() * ended!r})"]
+    said = ENDS.format(0, '""').encode() * ended
+    words = [sys.executable, "-c", f"import os; os.write(2, {said!r})"]
     with contextlib.ExitStack() as held:
         if ended < 2:
             why = "status 0 before 1 of 2 ranks had ended, whose hosts it has lost: see"
@@ -65,7 +70,7 @@ def test_a_run_that_stopped_is_to_go_on_though_the_command_has_lost_the_status(
     told: tuple[int, int], status: int
 ) -> None:
     """MPICH 4.0.2 has."""
-    said = b"".join(ENDS.format(each).encode() for each in told)
+    said = b"".join(ENDS.format(each, '""').encode() for each in told)
     words = [sys.executable, "-c", f"import os; os.write(2, {said!r})"]
     with pytest.raises(RanksFailedError, match="are to go on" if status == STOPPED else "mpirun") as raised:
         supervise.supervise("mpirun", words, {}, saves=True, ranks=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,14 @@ def ended(command: Command, since: Callable[[], float]) -> tuple[int, str, str]:
     return result
 
 
+def ending(errors: str, folder: Path) -> tuple[list[str], str]:
+    """The lines of an error, and the traceback in the file that the last one names, the only one."""
+    *said, last = errors.splitlines()
+    [file] = folder.glob("traceback-*")
+    assert last == f"traceback: {file} on {socket.gethostname()}" and "Traceback" not in errors, errors
+    return said, file.read_text()
+
+
 @pytest.mark.parametrize(("stage", "how"), [(1, "raise"), (3, "kill"), (2, "memory")])
 def test_a_rank_fails_while_its_peer_waits_in_a_collective(tmp_path: Path, stage: int, how: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -79,13 +88,20 @@ def test_a_rank_fails_while_its_peer_waits_in_a_collective(tmp_path: Path, stage
     assert errors.startswith("error: rank 1 of 2 failed first")
     if how == "kill":
         assert "it was ended by SIGKILL" in errors and "Traceback" not in errors
+        assert not list(tmp_path.glob("traceback-*"))
     elif how == "memory":
         said = "rank 1 of 2 failed first: out of memory in engine.train_step(): 4.0 PiB were asked for\n"
         assert errors.startswith(f"error: {said}  this rank has ") and "what takes less: " in errors
         assert "Traceback" not in errors and errors.count("\n") <= 5, errors
     else:
-        assert "in loss_fn" in errors and "ValueError: no good at step 3" in errors
-        assert errors.count("Traceback") == 1 and "runpy" not in errors
+        said, traceback = ending(errors, tmp_path)
+        assert said == [
+            "error: rank 1 of 2 failed first: ValueError: no good at step 3",
+            "  at script.py:35: engine.train_step((torch.randn(2, 8), torch.randn(2, 8)))",
+            '  at script.py:19: raise ValueError(f"no good at step {steps}")',
+        ]
+        assert "in loss_fn" in traceback and traceback.endswith("ValueError: no good at step 3\n")
+        assert traceback.count("Traceback") == 1 and "runpy" not in traceback
 
 
 PIPELINE = """
@@ -146,7 +162,9 @@ def test_a_pipeline_stage_fails_while_the_others_wait_for_it(tmp_path: Path, sta
     if where == "refused":  # an error that explains itself, for which no traceback is shown
         assert "no good" in errors and "Traceback" not in errors
     else:
-        assert "in fail" in errors and "ValueError: no good" in errors and errors.count("Traceback") == 1
+        said, traceback = ending(errors, tmp_path)
+        assert "in fail" in traceback and traceback.count("Traceback") == 1
+        assert said[0].endswith("failed first: ValueError: no good")
 
 
 def test_an_interrupt_of_the_launcher_in_the_middle_of_training(tmp_path: Path) -> None:

@@ -54,8 +54,10 @@ def test_mpirun_starts_the_ranks_of_a_script(library: str, tmp_path: Path) -> No
         assert done.returncode == status, done.stderr
         assert ("error: mpirun ended with status 3" in done.stderr) == bool(status)
         if status:  # mpirun may have ended the other rank before it printed
-            assert re.search(r"1] error: as it was told\n.* 1]   at .*script.py:\d+: raise Told", done.stderr)
-            assert "Traceback" not in done.stderr
+            told = r"rank 1 of 2 on \S+ failed: as it was told\n(\S+ 1] )?  at \S*script.py:\d+: raise Told"
+            assert re.search(rf"1] error: {told}", done.stderr) and "Traceback" not in done.stderr
+            last = r"\nerror: mpirun ended with status 3: "
+            assert re.search(rf"{last}{told}\(\"as it was told\"\)\n$", done.stderr), done.stderr
             continue
         given = repr([str(status), "$HOME 'a", ""])
         lines = done.stdout.splitlines()

@@ -57,8 +57,11 @@ def test_all_launchers_end_where_a_rank_of_one_fails(tmp_path: Path, first: int)
         ended = [each.end(60) for each in run]
     assert [status for status, _, _ in ended] == [1, 1], ended
     why = f"rank {first} of 2 failed first:"
-    assert why in ended[first][2] and "Traceback" in ended[first][2]
-    told = f"error: every rank here was ended, too: {socket.gethostname()}: {why} ValueError: of its own\n"
+    host, [file] = socket.gethostname(), tmp_path.glob("traceback-*")
+    line, where = ('at ranks.py:8: raise ValueError("of its own")', f"traceback: {file} on {host}\n")
+    own = f"error: on {host}: {why} ValueError: of its own\n  {line}\n{where}"
+    assert ended[first][2].endswith(own), ended
+    told = f"error: every rank here was ended, too: {host}: {why} ValueError: of its own; {line}; {where}"
     assert ended[1 - first][2].endswith(told), ended
 
 

@@ -211,7 +211,7 @@ def test_a_saving_job_ends_where_a_rank_or_a_launcher_of_one_node_does_not_go_on
     (tmp_path / "hangs.py").write_text(HANGS)
     following = Following(slurm, tmp_path, "launch", "--saves", "hangs.py", "raises")
     assert following.end() == 1
-    why = "every rank here was ended, too: n2: rank 1 of 2 failed first: ValueError: of its own\n"
+    why = "every rank here was ended, too: n2: rank 1 of 2 failed first: ValueError: of its own; "
     assert why in following.printed
     following = Following(slurm, tmp_path, "launch", "--saves", "hangs.py", "hangs")
     following.until("[n2 1] began")

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.distributed import mpi
-from polyreme.distributed.environment import LOCAL_RANK, TORCHRUN, Environment, detect
+from polyreme.distributed.environment import BY_MPI, LOCAL_RANK, TORCHRUN, Environment, detect
+from polyreme.distributed.failure import speak_for
 from polyreme.distributed.meeting import INTERFACES, meet
 from polyreme.distributed.mpi_group import MpiGroup
 from polyreme.distributed.sums import put, sum_into
@@ -102,7 +103,13 @@ def join(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str 
     if not dist.is_initialized() and (environment := detect()).world_size > 1:
         os.environ.setdefault(LOCAL_RANK, str(environment.local_rank))
         _share_cores(environment)
-        open_group(_backends(_device_for(backend), backend, environment), environment, timeout, within)
+        speak_for(environment.rank, environment.world_size)
+        opened = _backends(_device_for(backend), backend, environment)
+        open_group(opened, environment, timeout, within)
+        by_mpi = opened == "cpu:mpi" and environment.name in BY_MPI  # whose waits hear of signals
+        speak_for(environment.rank, environment.world_size, by_mpi)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        speak_for(dist.get_rank(), dist.get_world_size())
     return _device_for(backend)
 
 

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from polyreme.distributed.failure import LAST
 from polyreme.errors import TransportError, ranks_named
 
 REMEMBERED = 64
@@ -124,7 +124,7 @@ class Watch:
         self._world: object = None
         self._store: Any = None
         self._thread: threading.Thread | None = None
-        self._error = self._why = ""  # what ends this process, and why an operation failed
+        self._why = ""  # why an operation failed
         self._told = self._times = self._calls = 0
         self._lasted = 0.0  # seconds of the last wait
         self._asking = 0.0  # since when this thread waits for the store's answer
@@ -144,7 +144,6 @@ class Watch:
         )
         self._store.set(f"host/{dist.get_rank()}", socket.gethostname())
         if self._thread is None:
-            sys.excepthook = self._noting(sys.excepthook)
             atexit.register(self._end)
             self._thread = threading.Thread(target=self._look_again, name="polyreme watch", daemon=True)
             self._thread.start()
@@ -387,13 +386,6 @@ class Watch:
 
     # ---- the end of this process
 
-    def _noting(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        def note(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-            self._error = f"{kind.__name__}: {error}"
-            hook(kind, error, frames)
-
-        return note
-
     def _end(self) -> None:
         if self._world is None or self._world is not dist.group.WORLD:
             return
@@ -405,8 +397,8 @@ class Watch:
             return
 
     def _ended(self) -> str:
-        if self._error:
-            return f"raised {self._error}"
+        if LAST.error:
+            return f"raised {LAST.error}"
         return f"ended, because {self._why}" if self._why else _ENDED
 
 

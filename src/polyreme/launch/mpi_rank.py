@@ -2,11 +2,12 @@
 what `python [-m] SCRIPT ARGUMENTS...` does.
 
 What other ranks than the first print gets `[host rank] ` before each line, from a process beside the rank
-that ends with it. An error of ours is told without a traceback, and gives its exit status. The rank ends with
+that ends with it. An error is told in a sentence, and one of ours gives its exit status. The rank ends with
 the process of mpirun's that started it. Torch is not loaded. Communication: none."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,11 +15,14 @@ import sys
 from contextlib import suppress
 
 from polyreme.distributed.environment import detect
+from polyreme.distributed.failure import LAST, speak_for
 from polyreme.errors import PolyremeError
 from polyreme.launch.processes import die_with_parent
-from polyreme.launch.rank import explained, run
+from polyreme.launch.rank import run
 from polyreme.launch.requests import ENDS
 from polyreme.launch.signals import ENDINGS, WISHES
+
+LONGEST = 1000  # characters of a report that goes to `polyreme launch` in one write
 
 
 def main() -> None:
@@ -31,27 +35,29 @@ def main() -> None:
         prefix = f"[{socket.gethostname()} {place.rank}] ".encode()
         for standard in 1, 2:
             _prefix(standard, prefix)
+    speak_for(place.rank, place.world_size)
     try:
         run(sys.argv[1:])
     except SystemExit as end:
         _tell(errors, end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
-    except PolyremeError as error:
-        _tell(errors, error.exit_status)
+    except Exception as error:
         sys.last_value = error  # as Python does of one that nobody caught: such a rank waits for no others
-        print(f"error: {explained(error)}", file=sys.stderr)
-        sys.exit(error.exit_status)
-    except Exception:
-        _tell(errors, 1)
-        raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = error.exit_status if isinstance(error, PolyremeError) else 1
+        _tell(errors, status, LAST.report)
+        sys.exit(status)
     _tell(errors, 0)
 
 
-def _tell(errors: int, status: int) -> None:
+def _tell(errors: int, status: int, report: str = "") -> None:
     """Tell `polyreme launch` how this rank ends: mpirun may wait for ranks of a host that does not answer, or
     end well where it lost one."""
+    if len(report) > LONGEST:
+        report = f"{report[: LONGEST // 2]} ... {report[-LONGEST // 2 :]}"
+    said = json.dumps(report, ensure_ascii=False)
     with suppress(OSError):
-        os.write(errors, ENDS.format(status & 0xFF).encode())
+        os.write(errors, ENDS.format(status & 0xFF, said).encode(errors="replace"))
 
 
 def _prefix(standard: int, prefix: bytes) -> None:

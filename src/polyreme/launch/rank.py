@@ -24,10 +24,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from polyreme.distributed.environment import RANK
+from polyreme.distributed.failure import explained, traceback_of
 from polyreme.errors import LaunchError, PolyremeError
 from polyreme.launch import limits
 from polyreme.launch.cores import pin
@@ -146,53 +146,16 @@ def _write(error: Exception | SystemExit, at: float) -> None:
         return
     expected = isinstance(error, PolyremeError | SystemExit)
     facts = {
-        "py_callstack": _traceback(error),
+        "py_callstack": traceback_of(error),
         "timestamp": str(int(at)),
         "at": at,  # seconds, whole ones do not tell which rank was first
         "expected": expected,  # it explains itself, its traceback is for --debug
         "exit_status": error.exit_status if isinstance(error, PolyremeError) else 1,
     }
-    message = f"{type(error).__name__}: {error}"
-    if isinstance(error, PolyremeError):
-        message = explained(error)
-    elif isinstance(error, SystemExit):
-        message = f"the script called sys.exit({error.code!r})"
+    message = explained(error)
     draft = Path(f"{path}.draft")
     draft.write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
     draft.replace(path)  # whoever sees the file sees all of it
-
-
-def explained(error: PolyremeError) -> str:
-    """What an error that explains itself says, and where the script was."""
-    return "\n".join([str(error), *getattr(error, "__notes__", ()), *_script_line(error)])
-
-
-def _traceback(error: BaseException) -> str:
-    """The traceback as from a plain `python script.py`: without the first frames, of this module, runpy and
-    our own command."""
-    here = str(Path(__file__).parents[1])
-    starters = (__file__, runpy.__file__, "<frozen runpy>", f"{here}/__main__.py", f"{here}/cli/main.py")
-    frames = error.__traceback__
-    while frames and (
-        _file(frames) in starters or frames.tb_frame.f_globals.get("__name__", "").startswith("typer.")
-    ):
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
-
-
-def _script_line(error: BaseException) -> list[str]:
-    """Say in a line where the script was, if any of the frames is a script's and none of a library's."""
-    libraries = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(libraries)
-    ]
-    return [f"  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}"] if own else []
-
-
-def _file(frames: TracebackType) -> str:
-    return frames.tb_frame.f_code.co_filename
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Communication: none of ours, but words of ranks that end among what they write t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -23,8 +24,12 @@ from polyreme.launch.requests import ENDS, STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES, Wishes, hearing
 
 LEAVING = 12.0  # seconds for the command to end its ranks
+Told = tuple[int, str]
+"""The status with which a rank ends, and what it said of its failure."""
 GRACE = 5.0  # seconds after the first rank failed in which it ends by itself
-_WORD = re.compile(ENDS.format(r"(\d+)").encode())
+_WORD = re.compile(ENDS.format(r"(\d+)", "([^\0]*)").encode())
+_BEGINS = ENDS.partition("{")[0].encode()
+LONGEST = 8192  # bytes of such a word
 
 
 def supervise(
@@ -51,7 +56,7 @@ def supervise(
             words, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
             start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
-        told: list[int] = []
+        told: list[Told] = []
         relay = threading.Thread(target=_relay, args=(process, told), daemon=True)
         relay.start()
         try:
@@ -63,8 +68,9 @@ def supervise(
             relay.join(1.0)  # what the command left behind may hold the pipe
     if stopped is not None:
         raise RanksFailedError(f"stopped by {signal.Signals(stopped).name}; {name} has ended", 128 + stopped)
-    failed = [status for status in told if status not in (0, STOPPED)]
-    kept = process.returncode == 0 and STOPPED in told and len(told) == ranks  # MPICH 4.0.2 can lose it
+    failed = [each for each in told if each[0] not in (0, STOPPED)]
+    stops = any(status == STOPPED for status, _ in told)
+    kept = process.returncode == 0 and stops and len(told) == ranks  # MPICH 4.0.2 can lose it
     if saves and not failed and (process.returncode == STOPPED or kept):
         raise RanksFailedError(f"ranks have stopped, and are to go on (status {STOPPED})", STOPPED)
     if process.returncode or failed or len(told) < ranks:
@@ -74,22 +80,33 @@ def supervise(
             how = f"did not end the others within {GRACE + LEAVING:g} s after one had failed, and was killed"
         elif not process.returncode and not failed:  # Open MPI 5 where a host was killed
             how += f" before {ranks - len(told)} of {ranks} ranks had ended, whose hosts it has lost"
-        raise RanksFailedError(f"{name} {how}: see what ranks print above", failed[0] if failed else status)
+        said = next((report for _, report in failed if report), "see what ranks print above")
+        raise RanksFailedError(f"{name} {how}: {said}", failed[0][0] if failed else status)
     return wishes.first
 
 
-def _relay(process: subprocess.Popen[bytes], told: list[int]) -> None:
+def _relay(process: subprocess.Popen[bytes], told: list[Told]) -> None:
     """Show what comes on the command's stderr, and take the words of ranks that end out of it."""
     assert process.stderr is not None
     held = b""
     while data := os.read(process.stderr.fileno(), 65536):
         held += data
-        told += map(int, _WORD.findall(held))
+        told += [(int(status), _report(said)) for status, said in _WORD.findall(held)]
         held = _WORD.sub(b"", held)
-        begun = held.rfind(b"\0", -len(ENDS) - 9)  # a word that has not come whole
+        begun = held.rfind(b"\0", -LONGEST)  # a word that has not come whole
+        if begun >= 0 and not held.startswith(_BEGINS[: len(held) - begun], begun):
+            begun = -1
         shown, held = (held, b"") if begun < 0 else (held[:begun], held[begun:])
         _show(shown)
     _show(held)
+
+
+def _report(said: bytes) -> str:
+    """What a rank said of its failure, of which other output may have torn the middle."""
+    try:
+        return str(json.loads(said))
+    except ValueError:
+        return ""
 
 
 def _show(data: bytes) -> None:
@@ -101,7 +118,7 @@ def _show(data: bytes) -> None:
 def _wait(
     process: subprocess.Popen[bytes],
     came: list[int],
-    told: list[int],
+    told: list[Told],
     interrupts: bool,
     asking: Collection[int],
     wishes: Wishes,
@@ -111,7 +128,7 @@ def _wait(
     stopped, deadline, grace = None, float("inf"), float("inf")
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-        if any(status not in (0, STOPPED) for status in told) and grace == float("inf"):
+        if any(status not in (0, STOPPED) for status, _ in told) and grace == float("inf"):
             grace = time.monotonic() + GRACE
         if time.monotonic() > grace and deadline == float("inf"):
             deadline = time.monotonic() + LEAVING

@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from polyreme.distributed.environment import LAUNCHED
+from polyreme.distributed.failure import keep
 from polyreme.errors import ConfigError, LaunchError
 from polyreme.files.machine import killed_for_memory
 from polyreme.launch.cores import PIN
@@ -51,6 +52,7 @@ POLL = 0.1  # seconds between looks at the ranks
 # a file in it: what is called so and has none is somebody else's
 FOLDER, MARK = ("polyreme-launch-", "polyreme.launch")
 KILLED = "was ended by SIGKILL"
+SHOWN = 3  # ranks that failed later, of which a report says why
 YOUNG = 60.0  # seconds in which a folder may not have been locked yet
 
 
@@ -170,8 +172,12 @@ def _of_all_hosts(error: RanksFailedError | None, peers: Peers) -> RanksFailedEr
     """What ended the ranks of all hosts, once they have ended: `error`, or what another host told before."""
     with contextlib.suppress(SignalException, KeyboardInterrupt):  # who waits for the others no longer
         if error is not None and error.exit_status != STOPPED:
-            lines = str(error).splitlines()
-            peers.fail(" ".join([lines[0], *lines[1:][-1:]]), error.exit_status)
+            first, *lines = str(error).splitlines()
+            more = [each.strip() for each in lines if each.startswith(("  at ", "traceback: "))] or lines[-1:]
+            peers.fail("; ".join([first, *more]), error.exit_status)
+            if error.rank is not None:
+                told = f"on {socket.gethostname()}: {error}"
+                error = RanksFailedError(told, error.exit_status, error.rank, error.traceback)
         if peers.failure() is not None:
             peers.leave(LINGER)
     ending = peers.elsewhere()
@@ -491,15 +497,17 @@ def _report(
         return RanksFailedError(first.message, first.exit_status, first.rank, first.traceback)
     if first.message is None:
         text = f"{name} failed first: it {first.end}"
-    elif first.expected:
-        text = f"{name} failed first: {first.message}"
     else:
-        text = f"{name} failed first:\n{(first.traceback or first.message).rstrip()}"
+        text = f"{name} failed first: {first.message}"
     if same:
         text += (
             f"\nrank{'s' if len(same) > 1 else ''} {', '.join(map(str, sorted(same)))} failed in the same way"
         )
-    for failure in others:
-        if failure.message is not None and failure.message != first.message:
-            text += f"\nthen rank {failure.rank} failed: {failure.message.splitlines()[0]}"
+    then = [each for each in others if each.message not in (None, first.message)]
+    for failure in then[:SHOWN]:
+        text += f"\nthen rank {failure.rank} failed: {str(failure.message).splitlines()[0]}"
+    if len(then) > SHOWN:
+        text += f"\nand {len(then) - SHOWN} more failed then"
+    if first.traceback and not first.expected:
+        text += f"\ntraceback: {keep(first.traceback, first.rank)}"
     return RanksFailedError(text, first.exit_status, first.rank, first.traceback)
