@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import types
@@ -234,7 +235,8 @@ def test_train_as_one_of_several_ranks(config: str, trained: list[Config], launc
     status, _, errors = polyreme("train", config, "-n", "4", env=ranks)
     assert (status, errors) == (
         1,
-        "rank 1: error: -n 4, but torchrun has already started 2 ranks; leave -n out\n",
+        f"error: rank 1 of 2 on {socket.gethostname()} failed: -n 4, but torchrun has already started 2 "
+        "ranks; leave -n out\n",
     )
     with pytest.raises(BatchError):  # our launcher makes one report of all ranks
         polyreme("train", config, "--set", "seed=13", env={**ranks, "POLYREME_LAUNCHED": "1"})

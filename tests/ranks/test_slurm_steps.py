@@ -67,7 +67,7 @@ def test_doctor_says_what_the_nodes_lack(slurm: Cluster) -> None:
         f"fail  shared folder  n1: {TEMPORARY} is seen; n2: {TEMPORARY} is not seen; on",
         "fail  file limit     900 open files on each; on n1, n2: too few for connections",
         "ok    n1 - n2        ",
-        "rank 0: error: 2 of 9 checks failed: see above",
+        "error: rank 0 of 2 on n1 failed: 2 of 9 checks failed: see above",
     ):
         assert f"\n{line}" in f"\n{said}", said
 

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from polyreme.cli import cluster as clusters
 from polyreme.cli import endings
 from polyreme.compat.finder import variables
 from polyreme.distributed.environment import LAUNCHED, Environment, detect
+from polyreme.distributed.failure import LAST
 from polyreme.errors import LaunchError, PolyremeError, printable, shortened
 from polyreme.launch import limits
 from polyreme.launch.signals import importing
@@ -80,11 +82,11 @@ class _Commands(TyperGroup):
 
 
 def _report(text: str, who: str = "") -> None:
-    """An error, as any terminal can show it."""
-    typer.secho(f"{who}error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-    typer.echo(
-        "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text), err=True
-    )
+    """An error, as any terminal can show it; `who` says which rank's it is."""
+    shown = "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
+    LAST.report = f"{who}{shown}"
+    typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+    typer.echo(LAST.report, err=True)
 
 
 def _rank_of_several() -> str:
@@ -94,7 +96,8 @@ def _rank_of_several() -> str:
         environment = detect()
     except LaunchError:
         return ""
-    return f"rank {environment.rank}: " if environment.world_size > 1 else ""
+    who = f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()} failed: "
+    return who if environment.world_size > 1 else ""
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

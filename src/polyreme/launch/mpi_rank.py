@@ -39,7 +39,7 @@ def main() -> None:
     try:
         run(sys.argv[1:])
     except SystemExit as end:
-        _tell(errors, end.code if isinstance(end.code, int) else int(end.code is not None))
+        _tell(errors, end.code if isinstance(end.code, int) else int(end.code is not None), LAST.report)
         raise
     except Exception as error:
         sys.last_value = error  # as Python does of one that nobody caught: such a rank waits for no others
