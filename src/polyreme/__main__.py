@@ -3,6 +3,7 @@
 import os
 import sys
 
+from polyreme.launch.processes import leave
 from polyreme.launch.signals import importing
 
 
@@ -17,6 +18,10 @@ def main() -> None:
         command()
     except KeyboardInterrupt:  # no command has begun, or it ends
         sys.exit(130)
+    except SystemExit as end:
+        if "polyreme.launch.torchrun" not in sys.modules or not isinstance(end.code, int):
+            raise
+        leave(end.code)  # whose ranks have ended: the prompt is waited for
 
 
 if __name__ == "__main__":

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
+import threading
+import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +22,7 @@ from polyreme.distributed import meeting
 from polyreme.distributed.environment import Environment
 from polyreme.distributed.process_group import _share_cores, close, open_group
 from polyreme.errors import PolyremeError
+from polyreme.launch import hosts
 from pool import forkserver
 
 
@@ -76,6 +81,62 @@ def test_every_rank_that_came_names_those_that_did_not() -> None:
 def test_without_rank_0_the_others_say_that_it_holds_the_meeting() -> None:
     ((_, said),) = meet([1], 2, 1.0)
     assert "rank 1" in said and "rank 0, which holds it, has not come" in said
+
+
+@contextmanager
+def listening(speak: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A program that is no store: what it does with each who connects."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = []
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    there.append(listener.accept()[0])
+                    speak(there[-1])
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def _echo(connection: socket.socket) -> None:
+    connection.sendall(connection.recv(10, socket.MSG_WAITALL)[-4:])
+
+
+OTHERS = {
+    "mute": (lambda connection: None, "what listens there takes connections and says nothing"),
+    "ssh": (
+        lambda connection: connection.sendall(b"SSH-2.0-x\r\n"),
+        "another program, which answered b'SSH-'",
+    ),
+    "http": (
+        lambda connection: connection.sendall(connection.recv(9)[:0] + b"HTTP/1.1 400"),
+        "answered b'HTTP'",
+    ),
+    "closes": (socket.socket.close, "(what listens there closes|Connection reset)"),
+    "hangs": (_echo, "has not answered rank 1"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_store_is_told_within_the_time(kind: str) -> None:
+    speak, said = OTHERS[kind]
+    began = time.monotonic()
+    with listening(speak) as port:
+        ((_, told),) = meet([1], 2, 1.0, port)
+    assert re.search(said, told) and "\n" not in told, told
+    assert time.monotonic() - began < 40
+
+
+@pytest.mark.parametrize("kind", ["mute", "ssh", "hangs"])
+def test_a_launcher_says_so_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "ANSWER", 1.0)
+    speak, said = OTHERS[kind]
+    with listening(speak) as port:
+        place = hosts.Hosts(1, 2, 2, ("127.0.0.1", port))
+        with pytest.raises(PolyremeError, match="no answer within 1 s" if kind == "hangs" else said):
+            hosts.Meeting(place, patience=1.0).next_rendezvous()
 
 
 def test_two_runs_at_one_place_do_not_mix() -> None:

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -32,12 +36,35 @@ HEARD = 2.0
 """Seconds for which rank 0 holds the store that others may read from it why they do not meet."""
 MET = "met"
 EVERYWHERE = ("0.0.0.0", "::")
+_ANSWER = 5.0
+"""Seconds that this process gets to reach itself, and others beyond a deadline to tell of it."""
+_GREETING, _NONCE = bytes((0, 0xCE, 0xF7, 0x85, 0x3C, 13)), b"\x9e\x37\x79\xb9"
+"""What a client of torch's store says first, and four bytes that the store sends back."""
 _RECORD = 4096
 """Bytes of what each rank tells the others over MPI."""
 
 _stores: dict[tuple[str, int], Any] = {}
 """Those that this process opened: a port is listened at once."""
 _times = 0
+T = TypeVar("T")
+
+
+def apart(call: Callable[[], T], seconds: float = math.inf) -> T:
+    """What `call` returns, in a thread of its own: torch waits where no handler of a signal runs, and not
+    always until its own deadlines. Raises TimeoutError after so many seconds; the thread is left behind."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="polyreme meets", daemon=True).start()
+    try:
+        return future.result(None if seconds == math.inf else seconds)
+    except TimeoutError as late:
+        raise late if future.done() else TimeoutError(f"no answer within {seconds:g} s") from None
 
 
 def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]:
@@ -54,20 +81,16 @@ def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]
         environment = replace(environment, address=address)
     announce(environment)
     deadline = time.monotonic() + within.total_seconds()
-    mine, meeting = _record(environment), str(_times)
+    mine = _record(environment)
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            rank, world_size = environment.rank, environment.world_size
-            opened = next(iter(dist.rendezvous("env://", rank, world_size, timeout=within)))[0]
-            meeting = restart.agree(
-                dist.PrefixStore("polyreme/meeting", opened), rank, world_size, json.dumps(mine), deadline
-            )
-            if not meeting:
-                raise TransportError(_absent(environment, within, [0], {mine["host"]: [rank]}))
-        else:
-            opened = _open(environment, listener, within, deadline)
-        store = dist.PrefixStore(f"polyreme/meeting/{meeting}", opened)
-        outcome = _outcome(store, environment, mine, within, deadline)
+        come = partial(_come, environment, listener, mine, within, deadline)
+        store, outcome = apart(come, deadline - time.monotonic() + HEARD + _ANSWER)
+    except TimeoutError as late:
+        raise TransportError(
+            f"the meeting at {_at(environment)} has not answered rank {environment.rank} (on {mine['host']}) "
+            f"within {within.total_seconds():g} s (launch.meet_timeout): rank 0, which holds it, or its host "
+            "hangs, or the way there is cut; look at what rank 0 prints"
+        ) from late
     except RuntimeError as lost:
         raise TransportError(
             f"rank 0 left the meeting at {_at(environment)} before all were there: look at what it says "
@@ -77,6 +100,29 @@ def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]
         raise TransportError(outcome)
     _choose_interface(store, environment, mine)
     return environment, store
+
+
+def _come(
+    environment: Environment,
+    listener: socket.socket | None,
+    mine: Mapping[str, str],
+    within: timedelta,
+    deadline: float,
+) -> tuple[Any, str]:
+    """The store, and MET or the error that every rank raises."""
+    meeting = str(_times)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank, world_size = environment.rank, environment.world_size
+        opened = next(iter(dist.rendezvous("env://", rank, world_size, timeout=within)))[0]
+        meeting = restart.agree(
+            dist.PrefixStore("polyreme/meeting", opened), rank, world_size, json.dumps(mine), deadline
+        )
+        if not meeting:
+            raise TransportError(_absent(environment, within, [0], {mine["host"]: [rank]}))
+    else:
+        opened = _open(environment, listener, within, deadline)
+    store = dist.PrefixStore(f"polyreme/meeting/{meeting}", opened)
+    return store, _outcome(store, environment, mine, within, deadline)
 
 
 def _at(environment: Environment) -> str:
@@ -107,17 +153,32 @@ def _open(
     if environment.address in _stores and listener is None:
         return _stores[environment.address]
     if environment.rank == 0:
-        listener = listener or listen(environment)
-        host = listener.getsockname()[0]
-        store = dist.TCPStore(
-            LOOPBACK if host in EVERYWHERE else host, port, is_master=True, wait_for_workers=False,
-            timeout=within, master_listen_fd=listener.detach(),
-        )  # fmt: skip
+        store = serve(listener or listen(environment), within)
     else:
         _reach(environment, within, deadline)
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=within)
     _stores[environment.address] = store
     return store
+
+
+def serve(listener: socket.socket, within: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+    """The store that others reach by `listener`. Raises TransportError where this process does not."""
+    host, port = listener.getsockname()[:2]
+    host = LOOPBACK if host in EVERYWHERE else host
+    try:
+        socket.create_connection((host, port), timeout=_ANSWER).close()
+    except OSError as error:
+        raise TransportError(
+            f"this host ({socket.gethostname()}) cannot reach itself at {host} port {port}, where ranks "
+            f"would meet ({error.strerror or error}): the loopback interface is down, or a firewall is in "
+            "the way; look at `ip link show lo`, and put it up (`ip link set lo up`)"
+        ) from error
+    return apart(
+        partial(
+            dist.TCPStore, host, port, is_master=True, wait_for_workers=False, timeout=within,
+            master_listen_fd=listener.detach(),
+        )
+    )  # fmt: skip
 
 
 def listen(environment: Environment) -> socket.socket:
@@ -149,13 +210,46 @@ def _listen_everywhere(port: int) -> socket.socket:
     return socket.create_server((v4, port))
 
 
+def greet(address: tuple[str, int], seconds: float) -> None:
+    """Find a store at `address`. Raises OSError where none answers in so many seconds, and TransportError
+    where something else does."""
+    answer = _answer(address, seconds)
+    if answer == _NONCE:
+        return
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        own = serve(listener)
+        if _answer((LOOPBACK, port), seconds) != _NONCE:  # another torch's begin otherwise
+            return
+        del own
+    if not answer:
+        raise ConnectionError("what listens there closes connections without a word")
+    raise TransportError(
+        f"what listens at {address[0]} port {address[1]} is no store in which ranks meet, but another "
+        f"program, which answered {answer!r}: set MASTER_PORT to a free port of rank 0's host, the same for "
+        "all ranks"
+    )
+
+
+def _answer(address: tuple[str, int], seconds: float) -> bytes:
+    with socket.create_connection(address, timeout=seconds) as connection:
+        connection.settimeout(seconds)
+        try:
+            connection.sendall(_GREETING + _NONCE)
+            return connection.recv(len(_NONCE), socket.MSG_WAITALL)
+        except TimeoutError:
+            raise TimeoutError(
+                "what listens there takes connections and says nothing: it hangs, or is another program"
+            ) from None
+
+
 def _reach(environment: Environment, within: timedelta, deadline: float) -> None:
     """Wait until rank 0 listens; its name, too, may begin to exist with it, as that of a pod."""
     assert environment.address is not None
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection(environment.address, timeout=max(left, 0.1)).close()
+            greet(environment.address, max(left, 0.1))
             return
         except OSError as error:
             if left < 0:

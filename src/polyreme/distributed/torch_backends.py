@@ -34,10 +34,16 @@ class ProcessGroupMPI:
 
 def add_mpi() -> None:
     """Give torch.distributed the backend, now or when it is imported. Again is harmless."""
-    if TARGET in sys.modules:
-        _add(sys.modules[TARGET])
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    after_import(TARGET, _add)
+
+
+def after_import(name: str, call: Callable[[Any], None]) -> None:
+    """Call `call` with the module `name`, now or when it has been imported, once however often it is asked
+    for."""
+    if name in sys.modules:
+        call(sys.modules[name])
+    elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(name, call))
 
 
 def _add(c10d: Any) -> None:
@@ -64,10 +70,13 @@ def _add(c10d: Any) -> None:
 class _Finder(MetaPathFinder):
     """Adds a call to the end of the import of one module."""
 
+    def __init__(self, name: str, call: Callable[[Any], None]) -> None:
+        self.name, self._call = name, call
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != TARGET:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -76,7 +85,7 @@ class _Finder(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _add(module)
+                self._call(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
@@ -29,12 +30,13 @@ from polyreme.distributed.environment import (
     Environment,
     detect,
 )
-from polyreme.distributed.meeting import EVERYWHERE, listen
+from polyreme.distributed.meeting import apart, greet, listen, serve
 from polyreme.errors import LaunchError, TransportError
 from polyreme.launch.peers import Peers
 
 PATIENCE = 10 * 60.0  # seconds for all hosts to come: some still fetch an image
 LAST_CALL = 10.0  # seconds after the last that came in which more may come, where fewer are enough
+ANSWER = 60.0  # seconds for the first host to answer
 POLL = 0.1
 OVER, WAITING = "over", "waiting"
 
@@ -134,7 +136,7 @@ class Loopback(_Handler):
     def next_rendezvous(self) -> RendezvousInfo:
         listener = self._listen()
         port = listener.getsockname()[1]
-        return RendezvousInfo(_serve(LOOPBACK, listener), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+        return RendezvousInfo(serve(listener), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def _listen(self) -> socket.socket:
         for port in self._ports:
@@ -166,7 +168,7 @@ class Meeting(_Handler):
         assert self._store is not None
         place = [index for index, _ in members].index(self._hosts.index)
         if self._watched and len(members) > 1:
-            self.peers = Peers(self._store, place, len(members), socket.gethostname())
+            self.peers = apart(partial(Peers, self._store, place, len(members), socket.gethostname()), ANSWER)
         return RendezvousInfo(self._store, place, len(members), RendezvousStoreInfo(address, port))
 
     def somebody_waits(self) -> bool:
@@ -212,8 +214,7 @@ class Meeting(_Handler):
             except TransportError as error:
                 problem.append(error)
             else:
-                address = listener.getsockname()[0]
-                return _serve(LOOPBACK if address in EVERYWHERE else address, listener)
+                return serve(listener)
         raise LaunchError(f"this is the first of {self._hosts.most} hosts: {problem[-1]}")
 
     def _join(self) -> list[tuple[int, str]]:
@@ -221,18 +222,18 @@ class Meeting(_Handler):
         address, port = self._hosts.address
         for problem in self._attempts():
             try:
-                socket.create_connection((address, port), timeout=POLL * 20).close()
-                store = TCPStore(
-                    address, port, is_master=False, wait_for_workers=False, timeout=timedelta(minutes=1)
-                )
-                if not store.check([OVER]):
-                    store.set(f"here/{self._hosts.index}", self._run_id)
+                greet((address, port), POLL * 20)
+                client = partial(TCPStore, is_master=False, wait_for_workers=False)
+                store = apart(partial(client, address, port, timeout=timedelta(seconds=ANSWER)), ANSWER)
+                if not self._is_over(store):
+                    apart(partial(store.set, f"here/{self._hosts.index}", self._run_id), ANSWER)
                     self._await(store, problem)
-                members = [(index, name) for index, name in json.loads(store.get(OVER))]
+                told = apart(partial(store.get, OVER), ANSWER)
+                members = [(index, name) for index, name in json.loads(told)]
                 if (self._hosts.index, self._run_id) in members:
                     self._store = store
                     return members
-                store.set(WAITING, "1")
+                apart(partial(store.set, WAITING, "1"), ANSWER)
                 problem.append("hosts are at work there that met before this one came")
             except (OSError, RuntimeError) as error:  # torch's are RuntimeErrors
                 problem.append(error)
@@ -245,8 +246,11 @@ class Meeting(_Handler):
     def _await(self, store: TCPStore, problem: list[object]) -> None:
         """Until the first host has ended the meeting, which has patience of its own."""
         problem.append("not all hosts came")
-        while not store.check([OVER]):
+        while not self._is_over(store):
             time.sleep(POLL)
+
+    def _is_over(self, store: TCPStore) -> bool:
+        return apart(partial(store.check, [OVER]), ANSWER)
 
     def _attempts(self) -> Iterator[list[object]]:
         """What went wrong so far, again and again until patience ends. A host that is one too many for now
@@ -257,8 +261,3 @@ class Meeting(_Handler):
         while spare or time.monotonic() < deadline:
             yield problem
             time.sleep(POLL * 5)
-
-
-def _serve(address: str, listener: socket.socket) -> TCPStore:
-    port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

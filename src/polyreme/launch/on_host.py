@@ -24,6 +24,7 @@ from polyreme.errors import LaunchError, PolyremeError
 from polyreme.files.machine import identity
 from polyreme.launch import frames
 from polyreme.launch.frames import Frame
+from polyreme.launch.processes import leave
 from polyreme.launch.signals import ENDINGS, WISHES
 
 SILENCE = 60.0  # seconds; the other end says something every ALIVE
@@ -57,7 +58,7 @@ def main() -> None:
             over = threading.Event()
             _listen(asked, over)
             _begin(wish, tell, over)
-            return
+            leave(0)
         if wish["do"] != "nothing":
             tell(frames.told(**_ANSWERS[wish["do"]](wish)))
 

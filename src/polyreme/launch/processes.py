@@ -3,11 +3,13 @@ does not outlive its parent."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import signal
 import sys
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -29,3 +31,13 @@ def signal_group(pid: int, number: signal.Signals) -> None:
     """Send a signal to the process group that `pid` leads, if it is still there."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process as at its end, but for its modules: to take those of torch apart takes half a
+    second."""
+    atexit._run_exitfuncs()
+    for stream in sys.stdout, sys.stderr:
+        with contextlib.suppress(OSError, ValueError):  # nobody reads on
+            stream.flush()
+    os._exit(status)

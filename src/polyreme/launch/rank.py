@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
+import importlib
 import io
 import json
 import os
@@ -24,10 +26,11 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from polyreme.distributed.environment import RANK
 from polyreme.distributed.failure import explained, traceback_of
+from polyreme.distributed.torch_backends import after_import
 from polyreme.errors import LaunchError, PolyremeError
 from polyreme.launch import limits
 from polyreme.launch.cores import pin
@@ -59,6 +62,8 @@ def main(arguments: list[str]) -> None:
     try:
         # which the launcher holds back until a rank can answer it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if "torch" not in sys.modules:
+            after_import("torch", _keep)
         run(arguments)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -98,6 +103,13 @@ def run(arguments: list[str]) -> None:
         if not sys.flags.safe_path:
             sys.path[0] = str(Path(target).resolve().parent)  # as `python script.py` has it
         runpy.run_path(target, run_name="__main__")
+
+
+def _keep(torch: Any) -> None:
+    """Have Python's collector leave alone what modules have made, by which a rank ends a second sooner; with
+    those that the first optimizer would import, when there are things of the script's."""
+    importlib.import_module("torch._dynamo")
+    gc.freeze()
 
 
 def _redirect(output: str, errors: str) -> None:
