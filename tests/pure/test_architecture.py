@@ -98,7 +98,7 @@ BUDGETS = {
     "models": 934,
     "monitor": 510,
     "offload": 1184,
-    "optim": 1321,
+    "optim": 1376,
     "pipeline": 1204,
     "planner": 240,
     "step": 3849,

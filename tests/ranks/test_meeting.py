@@ -200,7 +200,7 @@ def test_over_mpi_rank_0_tells_where_it_listens(monkeypatch: pytest.MonkeyPatch)
 def test_mpi4py_of_another_library_is_no_way_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     other = types.SimpleNamespace(
         COMM_WORLD=types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1),
-        Get_library_version=lambda: "Some MPI 1.2\nof today",
+        Get_library_version=lambda: "Some MPI 1.2\0\nof today",
     )
     monkeypatch.setattr(meeting, "library", lambda within: other)
     place = Environment("mpirun (Open MPI)", 1, 2, 0, 1)

