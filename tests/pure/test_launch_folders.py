@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ def test_what_killed_launchers_left_goes(tmp_path: Path, monkeypatch: pytest.Mon
     names = [
         "polyreme-launch-dead",
         "polyreme-launch-lives",
-        "polyreme-launch-young",
         "polyreme-launch-notes",
         "another",
         "target",
@@ -25,8 +23,6 @@ def test_what_killed_launchers_left_goes(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / name / "error.json").touch()
         if not name.endswith("notes"):
             (tmp_path / name / torchrun.MARK).touch()
-        if name != "polyreme-launch-young":
-            os.utime(tmp_path / name, (0, 0))
     (tmp_path / "polyreme-launch-link").symlink_to(tmp_path / "target")
     with torchrun._locked(tmp_path / "polyreme-launch-lives"), torchrun._folder() as mine:
         assert Path(mine).is_dir() and not (tmp_path / "polyreme-launch-dead").exists()

@@ -262,6 +262,7 @@ class _Started:
         self.events = _Events(1000)
         self._said = time.monotonic()
         self._printer = Printer()
+        self._begun = False
         self._stop: int | None = None  # the signal that ended it
         self.wishes = Wishes()
         self._wish_at = self._deadline = float("inf")
@@ -372,6 +373,7 @@ class _Started:
             "count": len(self.hosts),
             "address": address,
         }
+        self._begun = True
         for host in self.hosts:
             self._printer.begin(host.name, host.way, first, len(host.slots))
             variables = {**self.what.variables, **self.what.of_hosts.get(host.name, {})}
@@ -466,7 +468,7 @@ class _Started:
         for host in self.hosts:
             host.leave()
         now = time.monotonic()
-        deadline = now + (LEAVING if now < self._deadline else 1.0)
+        deadline = now + (LEAVING if self._begun and now < self._deadline else 1.0)
         for host in self.hosts:
             while host.process.poll() is None:
                 with contextlib.suppress(queue.Empty):

@@ -9,7 +9,6 @@ import contextlib
 import os
 import selectors
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,13 +22,10 @@ Take = Callable[[Frame], None]
 
 
 @contextlib.contextmanager
-def relayed(ranks: int, take: Take) -> Iterator[str]:
-    """How the names of pipes begin to which ranks write what they print; `take` gets it, in a thread, with
-    the rank's number on this host, and nothing at its end."""
-    with (
-        tempfile.TemporaryDirectory(prefix="polyreme-streams-") as folder,
-        selectors.DefaultSelector() as pipes,
-    ):
+def relayed(ranks: int, take: Take, folder: str) -> Iterator[str]:
+    """How the names of pipes in `folder` begin to which ranks write what they print; `take` gets it, in a
+    thread, with the rank's number on this host, and nothing at its end."""
+    with selectors.DefaultSelector() as pipes:
         for rank in range(ranks):
             for kind, name in (OUTPUT, "out"), (ERRORS, "err"):
                 path = Path(folder, f"rank{rank}.{name}")

@@ -53,7 +53,6 @@ POLL = 0.1  # seconds between looks at the ranks
 FOLDER, MARK = ("polyreme-launch-", "polyreme.launch")
 KILLED = "was ended by SIGKILL"
 SHOWN = 3  # ranks that failed later, of which a report says why
-YOUNG = 60.0  # seconds in which a folder may not have been locked yet
 
 
 def manner_here(variables: Mapping[str, str] | None = None) -> Manner:
@@ -102,8 +101,9 @@ def launch(
     variables = {**_for_ranks(ranks, threads, hosts), **manner.variables}
     meeting = Loopback(manner.ports) if hosts is None else Meeting(hosts, watched=failing is None)
     with contextlib.ExitStack() as held:
-        streams = held.enter_context(relayed(ranks, lambda frame: agent.take(frame))) if manner.take else None
-        folder = held.enter_context(_folder())
+        folder, streams = held.enter_context(_folder()), None
+        if manner.take:
+            streams = held.enter_context(relayed(ranks, lambda frame: agent.take(frame), folder))
         for each in _variables(variables), _restored_signals(), _quiet_agent():
             held.enter_context(each)
         spec = WorkerSpec(
@@ -244,14 +244,11 @@ def _folder() -> Iterator[str]:
     """A folder for the ranks' last words, locked while this process lives. Those of this user's launchers
     that were killed are deleted."""
     for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with contextlib.suppress(OSError), _locked(left):
-            status = left.stat()
-            if (
-                (left / MARK).is_file()
-                and status.st_uid == os.getuid()
-                and status.st_mtime < time.time() - YOUNG
-            ):
-                shutil.rmtree(left, ignore_errors=True)
+        # the mark was made under the lock: who has the one and not the other has ended
+        with contextlib.suppress(OSError):
+            if (left / MARK).is_file() and left.lstat().st_uid == os.getuid():
+                with _locked(left):
+                    shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # a file system without locks, on which nothing is deleted either
             held.enter_context(_locked(Path(folder)))
@@ -332,6 +329,7 @@ class _Agent(LocalElasticAgent):
     saves = False  # whether ranks save and end by themselves when they are asked to
     late = False  # whether they were killed because they did not
     _asked_at = math.inf  # seconds of the monotonic clock
+    _first = 0  # the number of this host's first rank, once they have met
 
     def __init__(self, meeting: Loopback | Meeting, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
