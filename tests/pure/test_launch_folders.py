@@ -11,13 +11,7 @@ from polyreme.launch import torchrun
 
 def test_what_killed_launchers_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    names = [
-        "polyreme-launch-dead",
-        "polyreme-launch-lives",
-        "polyreme-launch-notes",
-        "another",
-        "target",
-    ]
+    names = ["polyreme-launch-dead", "polyreme-launch-lives", "polyreme-launch-notes", "another", "target"]
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "error.json").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -32,6 +33,20 @@ def test_a_launcher_that_is_silent_is_named(made: Made) -> None:
         word = each.failure(30)
         assert word is not None and word.place == 1 and word.status == 1
         assert word.text.startswith("host 1 of 3, n2, has said nothing for 1 s: its launcher hangs")
+        each.close()
+
+
+def test_nobody_lingers_for_a_host_that_is_lost(made: Made) -> None:
+    first, second = made(2)
+    second.close()
+    assert first.failure(30) is not None
+    began = time.monotonic()
+    assert first.leave(60) is not None and first.left
+    second, third = made(3)[1:]
+    second._lose("hangs")
+    second.fail("a rank has failed")
+    assert second.leave(60) is not None and time.monotonic() - began < 30
+    for each in (first, second, third):
         each.close()
 
 

@@ -42,6 +42,7 @@ class Peers:
         self.place, self._count, self._name, self._silence = place, count, name, silence
         self._state, self._beats = RUNS, 0
         self._seen: dict[int, tuple[str, float]] = {}  # what each said last, and since when
+        self._silent: set[int] = set()  # nobody waits for these
         self._mine: Ending | None = None
         self._ending: Ending | None = None
         self._told, self._left, self._wake = threading.Event(), threading.Event(), threading.Event()
@@ -67,7 +68,8 @@ class Peers:
         self._told.clear()
         self._mine = Ending(self.place, f"{self._name}: {text}", status)
         self._wake.set()
-        self._told.wait(ANSWER)
+        if not self._left.is_set():
+            self._told.wait(ANSWER)
 
     def leave(self, within: float = math.inf) -> Ending | None:
         """Say that no rank runs here, and wait until none does elsewhere, for so many seconds; without end,
@@ -115,6 +117,7 @@ class Peers:
     def _lose(self, how: str) -> None:
         text = f"the first host's launcher {how}: it has ended, or it hangs, or its network is down"
         self._ending = self._ending or Ending(0, text)
+        self._left.set()
 
     def _exchange(self) -> None:
         self._beats += 1
@@ -145,14 +148,16 @@ class Peers:
                 self._seen[place] = (text, now)
             elif now > at + self._silence and self._all_ended == math.inf and self._ending is None:
                 name = text.split(" ", 2)[-1]
+                self._silent.add(place)
                 self._mine = Ending(
                     place,
                     f"host {place} of {self._count}, {name}, has said nothing for {self._silence:g} s: its "
                     "launcher hangs or was killed, or its network is down",
                 )
-        states = {text.partition(" ")[0] for text, _ in self._seen.values()}
+        heard = [text for place, (text, _) in self._seen.items() if place not in self._silent]
+        states = {text.partition(" ")[0] for text in heard}
         if RUNS not in {self._state, *states} and self._all_ended == math.inf:
             self._store.set(ALL, "1")
             self._all_ended = now
-        if (self._state == ENDED and states == {LEFT}) or now > self._all_ended + ANSWER:
+        if (self._state == ENDED and states <= {LEFT}) or now > self._all_ended + ANSWER:
             self._left.set()
