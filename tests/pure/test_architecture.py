@@ -84,27 +84,27 @@ def test_who_reads_which_rank_a_process_is() -> None:
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2513,
-    "cli": 1200,
+    "cli": 1223,
     "compat": 8006,
     "config": 1033,
     "data": 679,
     "deferred_init": 420,
-    "distributed": 2794,
+    "distributed": 2862,
     "files": 329,
     "integrations": 400,
     "job": 809,
-    "launch": 2966,
+    "launch": 3076,
     "layout": 360,
     "models": 934,
     "monitor": 510,
     "offload": 1184,
-    "optim": 1376,
+    "optim": 1378,
     "pipeline": 1204,
     "planner": 240,
     "step": 3849,
     "tensor": 1896,
     "zero": 2747,
-    "": 424,
+    "": 425,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""

@@ -386,7 +386,9 @@ def _submit(options: Options, command: Sequence[str], ranks: int, name: str, sav
         least=options.bounds and options.bounds[0],
         options=options.sbatch or (),
         step=options.srun or (),
-        prologue=_read(options.prologue) if options.prologue else "",
+        prologue=_read(options.prologue, "--prologue", "bash commands", "surrogateescape")
+        if options.prologue
+        else "",
         setup=options.setup or (),
         saves=saves,
         folder=str(Path.cwd()),
@@ -441,18 +443,19 @@ def _request(
         saves=saves,
         grace=SAVING + 2 * PATIENCE if saves else pod_request.ENDING,
         files={} if config is None else {pod_file(config).name: config.read_text("utf-8")},
-        patches={str(each): _read(each) for each in options.patch or ()},
+        patches={str(each): _read(each, "--patch", "YAML") for each in options.patch or ()},
         **{each: value for each, value in given.items() if value is not None},
     )
 
 
-def _read(patch: Path) -> str:
+def _read(file: Path, option: str, of: str, errors: str = "strict") -> str:
+    """The text of the file that an option names; of: what it has."""
     try:
-        return patch.read_text("utf-8")
+        return file.read_text("utf-8", errors)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
         raise typer.BadParameter(
-            f"{patch} cannot be read: {reason}; name a file of YAML", param_hint="--patch"
+            f"{file} cannot be read: {reason}; name a file of {of}", param_hint=option
         ) from None
 
 
@@ -505,16 +508,6 @@ def pod_file(config: Path) -> Path:
 def _size(options: Options, ranks: int, host: str) -> str:
     hosts = f"{options.elastic.replace(':', ' to ')}" if options.elastic else str(options.hosts)
     return f"{hosts} {host}{'s' * (hosts != '1')} with {ranks} rank{'s' * (ranks != 1)} each"
-
-
-def _read(file: Path) -> str:
-    """The text of --prologue."""
-    try:
-        return file.read_text("utf-8", "surrogateescape")
-    except OSError as error:
-        raise PolyremeError(
-            f"cannot read --prologue {file}: {error.strerror}; give a file of bash commands"
-        ) from None
 
 
 def _save(file: Path, text: str) -> None:
