@@ -261,7 +261,9 @@ class GlooDirect:
 
     def _stage(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` that ranks of this host can read."""
-        return self._place(tensor.numel(), tensor.dtype).copy_(tensor)
+        place = self._place(tensor.numel(), tensor.dtype)
+        with torch._C.DisableTorchFunctionSubclass():  # what is known of the one is not of its next copy
+            return place.copy_(tensor)
 
     def _place(self, size: int, dtype: torch.dtype) -> Tensor:
         """A tensor that ranks of this host can read, to go back by `_unstage`."""

@@ -137,8 +137,9 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
     given = {name: each.to("meta") for name, each in inputs.items()} | training_arguments(model)
     numbers = {name: each.to("meta") for name, each in (*model.named_parameters(), *model.named_buffers())}
     owners: dict[int, set[str]] = defaultdict(set)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners[id(parameter)].add(name.rpartition(".")[0])
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].add(name)
     trace = _Trace({id(numbers[name]): owners[id(each)] for name, each in model.named_parameters()})
     watched = [f"{name}.{child}" for name in names for child, _ in modules[name].named_children()]
     hooks = []
