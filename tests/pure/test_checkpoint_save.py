@@ -23,7 +23,9 @@ import cuttable
 import models
 import polyreme
 from polyreme.checkpoint import manifest, run_directory
+from polyreme.checkpoint.collective_errors import collectively
 from polyreme.checkpoint.formats.huggingface import Directory
+from polyreme.distributed.mesh import Axis
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
 from polyreme.step.precision import DTYPES
@@ -285,3 +287,11 @@ def test_a_state_without_what_is_needed_is_named(tmp_path: Path) -> None:
             engine.load(folder)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_dict().items())
     assert engine.load(folder, weights_only=True).path == folder
+
+
+def test_a_failure_that_cannot_be_explained_is_told_to_all_ranks() -> None:
+    def fail(*_: object) -> str:
+        raise ValueError("no reason")
+
+    with pytest.raises(CheckpointError, match="ValueError: no reason"):
+        collectively(Axis("dp"), fail, fail)

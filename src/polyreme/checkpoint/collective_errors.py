@@ -3,6 +3,7 @@ reports."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,9 @@ def collectively(
     try:
         result = work()
     except Exception as error:  # whatever it is, the others must not wait for this rank
-        failure = why(axis.rank, error)
+        failure = reason(error)
+        with contextlib.suppress(Exception):
+            failure = why(axis.rank, error)
     reports: list[Any] = axis.gather_objects({"result": result, "failure": failure})
     for report in reports:
         if report["failure"] is not None:

@@ -350,7 +350,10 @@ def _reason(error: Exception, path: Path, needed: int) -> str:
     number = errno.ENOSPC if in_rust else getattr(error, "errno", None)
     if number not in (errno.ENOSPC, errno.EDQUOT):
         return reason(error)
-    written = sum(each.stat().st_blocks * 512 for each in path.with_name(path.name + ".tmp").rglob("*"))
+    written = 0
+    for each in path.with_name(path.name + ".tmp").rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # of one that gets its last name meanwhile
+            written += each.stat().st_blocks * 512
     folder = next(each for each in path.parents if each.is_dir())
     free = shutil.disk_usage(folder).free + written
     return f"{os.strerror(number)}: its tensors need {needed:,} bytes, and {free:,} are free in {folder}"
