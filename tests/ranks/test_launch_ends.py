@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from command import RANK_VARIABLES, SOURCE
+from examples import whole
 from hosts import lacking
 
 LOADED = """
@@ -38,6 +39,7 @@ def launch(folder: Path, *before: str, script: str = "print('runs')") -> subproc
     )  # fmt: skip
 
 
+@whole
 def test_neither_launcher_nor_ranks_look_through_all_of_torch_at_their_end(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE)
     run = launch(tmp_path, script=LOADED)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples import whole
 from polyreme.distributed import meeting
 from polyreme.distributed.environment import Environment
 from polyreme.distributed.process_group import _share_cores, close, open_group
@@ -119,7 +120,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[whole] if each == "hangs" else []) for each in OTHERS]
+)
 def test_what_is_no_store_is_told_within_the_time(kind: str) -> None:
     speak, said = OTHERS[kind]
     began = time.monotonic()

@@ -129,6 +129,7 @@ print("told", os.environ["RANK"], os.environ["OF_FILE"], os.environ["OF_LINE"], 
 """
 
 
+@whole
 def test_what_comes_before_srun_and_its_options(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(TOLD)
     (tmp_path / "before.sh").write_text("set -eu\nexport OF_FILE='a file'\n")
