@@ -108,6 +108,7 @@ RIGHT: dict[str, Callable[[Net], Any]] = {
     "head detached": lambda net: squares([net.head.weight.detach()]),
     "head no_grad": lambda net: without_gradients(net.head.parameters()),
     "sizes": sizes,
+    "forms": lambda net: 0.0 * torch.ones(1).to(net.enter.weight).type_as(net.layers[0].up.weight).sum(),
     "parts": lambda net: 0.0 * sum(p.in_features + len(each) for each in net.layers for p in each),
 }
 """Terms of a loss that the last stage has all of."""
@@ -222,6 +223,24 @@ def test_a_buffer_that_is_computed_before_the_blocks_is_right_or_refused() -> No
     said = r"stage 1 has the buffer mean, but computes it with enter\.weight.*register it in the module"
     with pytest.raises(RanksFailed, match=said):
         threads.run(2, average, "")
+
+
+class Differential(Block):
+    """Scales by what it computes of its own parameters alone, as DiffLlama's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.linspace(-0.5, 0.4, 6)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = (self.a * self.b).sum().exp()
+        return x - scale * super().forward(x) / (1 + self.a.norm())
+
+
+def test_a_block_may_scale_by_a_number_that_its_parameters_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Block", Differential)
+    threads.run(2, run, None, "forward", {})
+    threads.run(2, run, None, "forward", INTERLEAVED)
 
 
 INTERLEAVED: dict[str, Any] = {"pipeline": {"schedule": "zb-v"}}

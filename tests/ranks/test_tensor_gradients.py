@@ -622,6 +622,32 @@ def in_own_loop(rank: int, world: int, read: Callable[[Any], Any], stage: int = 
     return losses
 
 
+FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "to": lambda x, like: x.to(like),
+    "type_as": lambda x, like: x.type_as(like),
+    "ones": lambda x, like: x * like.new_ones(1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_dtype_and_device_of_a_divided_weight_are_read_at_any_time(form: str, stage: int) -> None:
+    def read(engine: Any) -> Tensor:
+        made = FORMS[form](torch.ones(2), engine.module.up.weight)
+        assert made.dtype == torch.float64
+        return made.sum()
+
+    alone = in_own_loop(0, 1, read)
+    torch.testing.assert_close(threads.run(2, in_own_loop, read, stage)[0], alone, rtol=1e-10, atol=1e-10)
+
+    def early() -> nn.Module:
+        model = Middle(lambda h: FORMS[form](h.tanh(), model.up.weight))
+        return model
+
+    expected = middle(0, 1, early, plainly, 2)
+    torch.testing.assert_close(threads.run(2, middle, early, plainly, 2)[0], expected, rtol=1e-10, atol=1e-10)
+
+
 def of_whole(engine: Any) -> Any:
     return sum(weight.pow(2).sum() for weight in engine.state_dict().values())
 

@@ -82,6 +82,17 @@ def touching(func: Callable[..., Any]) -> str | None:
     return None if name in _HARMLESS or (name.startswith("is_") and name != "is_nonzero") else name
 
 
+_FORMS = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
+"""What takes of its other arguments nothing but shape, dtype or device."""
+
+
+def read(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> tuple[str | None, list[Any]]:
+    """The same as `touching`, and those of the arguments whose numbers it needs."""
+    name = touching(func)
+    asked = (args[:1] if name in _FORMS else args, kwargs)
+    return name, [] if name is None else pytree.tree_leaves(asked)
+
+
 _IN_PLACE = re.compile("__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
-from polyreme.models.tensor_access import touching
+from polyreme.models import tensor_access
 
 
 def placeholder(like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -35,8 +35,6 @@ class _Running(threading.local):
 
 
 RUNNING = _Running()
-FORMS = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
-"""What takes of its other arguments nothing but shape, dtype or device."""
 
 
 class StandIn(Tensor):
@@ -63,8 +61,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        what = touching(func)
-        leaves = pytree.tree_leaves((args[:1] if what in FORMS else args, kwargs)) if what else []
+        what, leaves = tensor_access.read(func, args, kwargs)
         read = [leaf for leaf in leaves if isinstance(leaf, StandIn)]
         graph = torch.is_grad_enabled() and what not in ("detach", "data")
         for leaf in read:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from polyreme.config import Config
@@ -201,6 +202,8 @@ class FirstBatch:
         """What a micro-batch keeps, by `batch`."""
         if any(getattr(each, "scale_grad_by_freq", False) is True for each in model.modules()):
             return "gradients scaled by frequency depend on how a batch is cut"
+        if any(isinstance(each, _BatchNorm) for each in model.modules()):
+            return "what BatchNorm normalises by depends on how a batch is cut"
         ours = copy.copy(objective)
         ours.follow(model)
         ours.cut(is_split=False, share=None)

@@ -171,6 +171,8 @@ def refuse_penalty(
     for node in [node for node, (depends, *_) in found.items() if depends and node not in given]:
         for each, output in [edge for edge in node.next_functions if edge[0] is not None]:
             depends, name, size = found[each]
+            if not given and _size(node, 0) > 1 and _name(node).startswith(("Mul", "Div")):
+                continue  # of a model's own loss all blocks are looked at, and these scale activations
             # a single number may scale much; a term of the loss is added to a number
             if not depends and _size(each, output) == 1 and size > (_size(node, 0) > 1):
                 raise ModelError(_PENALTY.format(name))

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.errors import ModelError, PolyremeError
 from polyreme.layout.bucket_layout import Cut
-from polyreme.models.tensor_access import touching
+from polyreme.models.tensor_access import read
 from polyreme.tensor.advice import starred
 from polyreme.tensor.divided_dimension import follow
 from polyreme.tensor.ops import is_divided
@@ -63,9 +63,11 @@ class Watch(TorchFunctionMode):
             if not known or "memory" in str(error):
                 raise
             raise ModelError(_FAILED.format(known[0][0], error, _FOR_THESE)) from error
-        if (name := touching(func)) is not None and isinstance(result, Tensor | tuple | list):
+        name, asked = read(func, args, kwargs)
+        if name is not None and isinstance(result, Tensor | tuple | list):
             for leaf in leaves:
-                self._on(func, name, leaf, args, kwargs, result)
+                if id(leaf) not in self._parameters or any(leaf is each for each in asked):
+                    self._on(func, name, leaf, args, kwargs, result)
         return result
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -107,9 +109,10 @@ class Part(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := touching(func)) is not None and name not in OWN and not _is_our_own():
-            leaves = pytree.tree_leaves((args, kwargs))
-            raise ModelError(WRONG + READ.format(_NAMES[next(p for p in leaves if isinstance(p, Part))]))
+        name, leaves = read(func, args, kwargs)
+        parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
+        if parts and name not in OWN and not _is_our_own():
+            raise ModelError(WRONG + READ.format(_NAMES[parts[0]]))
         return super().__torch_function__(func, types, args, kwargs or {})
 
 

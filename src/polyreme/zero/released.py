@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.errors import ModelError
-from polyreme.models.tensor_access import touching, writes
+from polyreme.models.tensor_access import read, touching, writes
 from polyreme.zero.parameter import NAMES, TrainedParameter, in_backward, is_shard
 
 _LISTED: WeakIdKeyDictionary = WeakTensorKeyDictionary()
@@ -33,10 +33,10 @@ class Released(TrainedParameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := touching(func)) is not None:
-            refuse(
-                name, next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Released))
-            )
+        name, leaves = read(func, args, kwargs)
+        for leaf in leaves:
+            if isinstance(leaf, Released):
+                refuse(str(name), leaf)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
