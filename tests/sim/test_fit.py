@@ -229,7 +229,7 @@ class Own(nn.Module):
         if self.what == "normalised":
             x = self.norm(x)
         if self.what == "index":
-            x = x + 0 * self.index.sum()
+            x = x + 0 * self.index.add_(1).sum()
         random.random()
         return nn.functional.dropout(self.linear(x), 0.5)
 
@@ -261,6 +261,7 @@ def test_what_a_script_does_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_p
     else:
         engine.train_step([(x, y)] if what == "list" else (x, y))
     assert engine.config.batch.micro == (1 if what in ("hooked", "index") else training.SAMPLES)
+    assert what != "index" or model.index.tolist() == [1.0 + training.SAMPLES] * 9
     drawn = random.random(), torch.rand(1)
     random.seed(1)
     torch.manual_seed(1)

@@ -73,7 +73,7 @@ def copy_to(
     replay: Callable[[Callable[[str, Tensor], None]], None] | None = None,
 ) -> nn.Module:
     """A copy of `model` on `device`: its parameters in `dtype`, its buffers free to change. On the meta
-    device it shares the other tensors and arrays that the model's modules hold.
+    device it has no numbers of other tensors that its modules hold, either, and shares their arrays.
 
     replay: of a model on the meta device, passes each parameter and buffer under its first name to the
     function that it is given."""
@@ -95,6 +95,8 @@ def copy_to(
             take(*each)
     if device.type == "meta":  # what else a model holds may be too large for two of it
         for leaf in pytree.tree_leaves([vars(module) for module in model.modules()]):
-            if isinstance(leaf, Tensor | np.ndarray):
-                copies.setdefault(id(leaf), leaf.detach() if isinstance(leaf, Tensor) else leaf)
+            if isinstance(leaf, Tensor):
+                copies.setdefault(id(leaf), leaf.detach().to(device))
+            elif isinstance(leaf, np.ndarray):
+                copies[id(leaf)] = np.broadcast_to(leaf, leaf.shape)  # read-only
     return copy.deepcopy(model, copies)
