@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from pathlib import Path
@@ -118,10 +119,17 @@ def test_a_divided_model_lets_more_samples_fit(sections: dict[str, Any]) -> None
     assert found.fits and "keep" in found.reason
 
 
+def layers() -> nn.Module:
+    """Of torch's own."""
+    return nn.Sequential(
+        nn.Conv2d(3, 7, 3, padding=1), nn.GroupNorm(7, 7), nn.GELU(), nn.Flatten(), nn.Linear(7 * 64, 5)
+    )
+
+
 # case, ranks, sections
 FIRST: list[tuple[str, int, dict[str, Any]]] = [
-    ("convnet", 1, {}),
-    ("convnet", 2, {"zero": {"stage": 3}}),
+    ("layers", 1, {}),
+    ("layers", 2, {"zero": {"stage": 3}}),
     ("gpt2", 2, {"mesh": {"pp": 2}}),
 ]
 if ALL in os.environ:
@@ -146,6 +154,7 @@ def test_the_first_batch_of_a_script_tells_what_fits(
     """The steps are those of such micro-batches given by hand, to the last bit."""
     memory = 1
     monkeypatch.setattr(step, "own_memory", lambda: memory)
+    monkeypatch.setitem(models.CASES, "layers", (layers, models.images, F.cross_entropy))
 
     def given(micro: int | str) -> dict[str, Any]:
         batch = {"size": SIZE, **sections.get("batch", {})}
@@ -187,86 +196,93 @@ def test_a_run_that_goes_on_has_the_micro_batches_that_it_had(
     monkeypatch.setattr(step, "own_memory", lambda: 1)
     config = training.config(1, batch={"micro": "auto"})
     torch.manual_seed(0)
-    with polyreme.initialize(models.build("dag", torch.float32), config, loss_fn=F.mse_loss) as engine:
+    with polyreme.initialize(nn.Sequential(nn.Linear(9, 9)), config, loss_fn=F.mse_loss) as engine:
         engine.save(tmp_path / "new")
         with pytest.warns(UserWarning, match="batch.micro = 1 is derived"):
-            engine.train_step(models.batch_of("dag", training.SAMPLES, 0, torch.float32))
+            engine.train_step(models.vectors(training.SAMPLES))
         engine.save(tmp_path / "saved")
-        expected = engine.train_step(models.batch_of("dag", training.SAMPLES, 1, torch.float32)).loss
+        expected = engine.train_step(models.vectors(training.SAMPLES, 1)).loss
     monkeypatch.setattr(step, "own_memory", lambda: 1 << 40)
-    with polyreme.initialize(models.build("dag", torch.float32), config, loss_fn=F.mse_loss) as engine:
+    with polyreme.initialize(nn.Sequential(nn.Linear(9, 9)), config, loss_fn=F.mse_loss) as engine:
         engine.load(tmp_path / "saved")
         engine.save(tmp_path / "again")
         engine.load(tmp_path / "again")
-        assert engine.train_step(models.batch_of("dag", training.SAMPLES, 1, torch.float32)).loss == expected
+        assert engine.train_step(models.vectors(training.SAMPLES, 1)).loss == expected
         assert engine.config.batch.micro == 1
-    with polyreme.initialize(models.build("dag", torch.float32), config, loss_fn=F.mse_loss) as engine:
+    with polyreme.initialize(nn.Sequential(nn.Linear(9, 9)), config, loss_fn=F.mse_loss) as engine:
         engine.load(tmp_path / "new")
-        engine.train_step(models.batch_of("dag", training.SAMPLES, 0, torch.float32))
+        engine.train_step(models.vectors(training.SAMPLES))
         assert engine.config.batch.micro == training.SAMPLES
 
 
-class Own(nn.Module):
-    """Does what a script's model may do."""
+@functools.lru_cache
+def mask(size: int) -> torch.Tensor:
+    """As scripts keep them outside of modules."""
+    return torch.ones(size)
 
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(9, 9)
-        self.what, self.seen = what, []
-        if what == "patched":
-            forward = self.forward
-            self.forward = lambda x: forward(x)
-        elif what == "normalised":
-            self.norm = nn.BatchNorm1d(9)
-        elif what == "index":
-            self.index = torch.ones(9)
-        elif what == "hooked":
-            self.linear.register_forward_hook(lambda module, args, output: self.seen.append(output.detach()))
+
+class Own(nn.Linear):
+    """A script's own layer, which does what it likes."""
+
+    calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.what == "numbers" and float(x.detach().sum()) > 1e9:
-            return x
-        if self.what == "normalised":
-            x = self.norm(x)
-        if self.what == "index":
-            x = x + 0 * self.index.add_(1).sum()
-        random.random()
-        return nn.functional.dropout(self.linear(x), 0.5)
+        Own.calls += 1
+        return super().forward(x) * mask(9)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise SystemExit("copied")
+
+
+def by_value(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A forward that draws, as some of transformers', and looks at numbers."""
+    random.random()
+    return self.weight[0] * x if float(x.detach().sum()) > 0 else x + self.bias
 
 
 @pytest.mark.parametrize(
-    "what", ["numbers", "patched", "hooked", "normalised", "index", "list", "files", "own loop"]
+    "what", ["own", "numbers", "patched", "hooked", "normalised", "list", "files", "own loop"]
 )
 def test_what_a_script_does_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
-    """Where what fits cannot be known, all of a rank's share is one micro-batch; nothing is drawn, and no
-    hook hears of what has no numbers. What a model holds may be too large for two of it."""
+    """Where what fits cannot be known, all of a rank's share is one micro-batch; modules of a script's own
+    classes are not copied or called for it, nothing is drawn, and no hook hears of what has no numbers."""
     monkeypatch.setattr(step, "own_memory", lambda: 1)
-    monkeypatch.setattr(torch.Tensor, "__deepcopy__", lambda self, memo: 1 / 0)
+    monkeypatch.setattr(Own, "calls", 0)
+    mask.cache_clear()
     tiers = {"states": str(tmp_path), "params": str(tmp_path), "gradients": str(tmp_path)}
     sections = {"memory": tiers, "zero": {"stage": 3}} if what == "files" else {}
-    model, (x, y) = Own(what), models.vectors(training.SAMPLES)
+    layer, seen = (Own if what == "own" else nn.Linear)(9, 9), []
+    if what == "patched":
+        forward = layer.forward
+        layer.forward = lambda x: forward(x)
+    elif what == "hooked":
+        layer.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    elif what == "numbers":
+        monkeypatch.setattr(nn.Linear, "forward", by_value)
+    model = nn.Sequential(layer, *[nn.BatchNorm1d(9)] * (what == "normalised"), nn.Dropout(0.5))
+    x, y = models.vectors(training.SAMPLES)
     engine = polyreme.initialize(
         model, training.config(1, batch={"micro": "auto"}, **sections), loss_fn=F.mse_loss
     )
-    random.seed(1)
     torch.manual_seed(1)
+    random.seed(1)
     if what == "own loop":
         engine.backward(F.mse_loss(engine(x), y))
         engine.step()
-    elif what in ("hooked", "index"):
+    elif what == "hooked":
         with pytest.warns(UserWarning, match="batch.micro = 1 is derived"):
             engine.train_step((x, y))
-        if what == "hooked":
-            assert len(model.seen) == training.SAMPLES and float(sum(model.seen).sum()) is not None
+        assert len(seen) == training.SAMPLES and float(sum(seen).sum()) is not None
     else:
         engine.train_step([(x, y)] if what == "list" else (x, y))
-    assert engine.config.batch.micro == (1 if what in ("hooked", "index") else training.SAMPLES)
-    assert what != "index" or model.index.tolist() == [1.0 + training.SAMPLES] * 9
-    drawn = random.random(), torch.rand(1)
-    random.seed(1)
+    assert engine.config.batch.micro == (1 if what == "hooked" else training.SAMPLES)
+    assert Own.calls == (what == "own")
+    drawn = torch.rand(1), random.random()
     torch.manual_seed(1)
-    for _ in range(int(engine.config.accumulation)):
+    random.seed(1)
+    for _ in range(what == "numbers"):
         random.random()
+    for _ in range(int(engine.config.accumulation)):
         nn.functional.dropout(torch.ones(training.SAMPLES // engine.config.accumulation, 9), 0.5)
-    assert drawn == (random.random(), torch.rand(1))
+    assert drawn == (torch.rand(1), random.random())
     engine.close()

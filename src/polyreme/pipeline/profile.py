@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from polyreme.models.huggingface import tensors_in, training_arguments
 from polyreme.pipeline.activation_spec import flatten, unflatten
@@ -72,8 +70,7 @@ def copy_to(
     model: nn.Module,
     replay: Callable[[Callable[[str, Tensor], None]], None] | None = None,
 ) -> nn.Module:
-    """A copy of `model` on `device`: its parameters in `dtype`, its buffers free to change. On the meta
-    device it has no numbers of other tensors that its modules hold, either, and shares their arrays.
+    """A copy of `model` on `device`: its parameters in `dtype`, its buffers free to change.
 
     replay: of a model on the meta device, passes each parameter and buffer under its first name to the
     function that it is given."""
@@ -93,10 +90,4 @@ def copy_to(
     else:
         for each in own.items():
             take(*each)
-    if device.type == "meta":  # what else a model holds may be too large for two of it
-        for leaf in pytree.tree_leaves([vars(module) for module in model.modules()]):
-            if isinstance(leaf, Tensor):
-                copies.setdefault(id(leaf), leaf.detach().to(device))
-            elif isinstance(leaf, np.ndarray):
-                copies[id(leaf)] = np.broadcast_to(leaf, leaf.shape)  # read-only
     return copy.deepcopy(model, copies)

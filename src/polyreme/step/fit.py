@@ -49,6 +49,8 @@ WIDE = 256
 both sides of each matrix, and attention over 20,000 tokens."""
 GIB = 1 << 30
 META = torch.device("meta")
+KNOWN = {"torch", "transformers", "peft"}
+"""Packages whose forwards may be called without numbers."""
 
 
 @dataclass(frozen=True)
@@ -164,15 +166,18 @@ def _activations(config: Config, whole: Kept, share: float) -> int:
 
 class FirstBatch:
     """How many samples of a model's first batch fit. Made of the model while it is whole, of which it has a
-    copy without memory; without the user's hooks, which are to see numbers."""
+    copy without memory; without the user's hooks, which are to see numbers.
+
+    Only of models whose modules are all of `KNOWN` packages: forwards of a script's own may keep what they
+    make, such as a mask, and would meet tensors without numbers there later."""
 
     def __init__(self, module: nn.Module, config: Config) -> None:
         self._config, self._dtype = config, DTYPES[config.precision.compute]
         self._model: nn.Module | None = None
-        # forwards of functions, not of classes, may call the model itself
-        if any("forward" in vars(each) for each in module.modules()):
-            return
-        with contextlib.suppress(Exception):  # of any kind, by what a script's module holds
+        for each in module.modules():
+            if type(each).__module__.partition(".")[0] not in KNOWN or "forward" in vars(each):
+                return
+        with contextlib.suppress(Exception):  # of any kind, by what a script has set in its modules
             self._model = copy_to(META, self._dtype, module)
             for each in self._model.modules():
                 each._forward_hooks.clear()
@@ -190,7 +195,8 @@ class FirstBatch:
         longest = max((each.numel() for each in tensors_in(batch.batch)), default=0)
         if numbers * AT_MOST + longest * width * WIDE <= memory * USED:
             return Fit(None, "all fits")
-        drawn = random.getstate(), np.random.get_state()  # fake tensors draw nothing of torch's
+        # transformers draws from both; fake tensors draw nothing from torch's
+        drawn = random.getstate(), np.random.get_state()
         found = fit(
             config, memory, partial(copy_to, META, self._dtype, model), partial(self._look, batch, objective)
         )

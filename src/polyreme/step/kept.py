@@ -81,7 +81,7 @@ def kept_by(
 
 
 def _replace(module: nn.Module, fake: Any) -> None:
-    """Make parameters, buffers and other tensors fake ones; the latter keep their dtype."""
+    """Make parameters and buffers fake ones; buffers keep their dtype."""
     made: dict[int, Tensor] = {}
     for each in module.modules():
         for name, old in each._parameters.items():
@@ -92,9 +92,6 @@ def _replace(module: nn.Module, fake: Any) -> None:
         for name, buffer in each._buffers.items():
             if buffer is not None:
                 each._buffers[name] = fake(buffer).to(buffer.dtype)
-        for name, value in vars(each).items():
-            if isinstance(value, Tensor):
-                vars(each)[name] = fake(value).to(value.dtype)
 
 
 class _Counting:
