@@ -237,9 +237,10 @@ def test_parameters_in_no_group_stay_as_they_are(
     assert torch.allclose(found[0][1], gradients, rtol=0, atol=1e-12)
 
 
-def test_what_cannot_be_is_refused() -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_cannot_be_is_refused(stage: int, tmp_path: Path) -> None:
     model = network()
-    config = {"batch": {"size": 4}}
+    config: dict[str, Any] = {"batch": {"size": 4}, "zero": {"stage": stage}}
     with pytest.raises(ConfigError, match="none of the model's parameters"):
         polyreme.initialize(model, config, optimizer=torch.optim.SGD(network().parameters(), lr=0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -250,10 +251,15 @@ def test_what_cannot_be_is_refused() -> None:
         optimizer.step()
     with pytest.raises(ModelError, match="closure"):
         engine.optimizer.step(lambda: 0.0)
-    with pytest.raises(ModelError, match=r"engine\.save"):
-        engine.optimizer.state_dict()
+    for each in (engine.optimizer, optimizer):
+        with pytest.raises(ModelError, match=r"states are spread.*engine\.save"):
+            each.state_dict()
+    engine.refresh()
+    with pytest.raises(ModelError, match=r"states are spread"):
+        torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
     engine.close()
     optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
 
 
 class Counted(torch.optim.SGD):

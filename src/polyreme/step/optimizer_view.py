@@ -113,11 +113,11 @@ class OptimizerView(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Raises ModelError: states are spread over the ranks."""
-        raise ModelError(_SPREAD)
+        raise ModelError(SPREAD)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ModelError: states are spread over the ranks."""
-        raise ModelError(_SPREAD)
+        raise ModelError(SPREAD)
 
 
 def _part(value: Any, part: slice, size: int) -> Any:
@@ -129,7 +129,7 @@ def _part(value: Any, part: slice, size: int) -> Any:
     return value
 
 
-_SPREAD = (
+SPREAD = (
     "the optimizer's states are spread over the ranks: engine.save(path) writes and engine.load(path) reads "
     "them, for any number of ranks"
 )

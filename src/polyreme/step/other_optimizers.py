@@ -12,14 +12,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
+from polyreme.step.optimizer_view import SPREAD
 from polyreme.zero.parameter import NAMES, is_trained
 
 
 def refuse_calls(given: Optimizer) -> list[RemovableHandle]:
-    """Have `step` and `load_state_dict` of an optimizer that was given to an engine raise ModelError until
-    what this returns is removed."""
+    """Have `step`, `state_dict` and `load_state_dict` of an optimizer that was given to an engine raise
+    ModelError until what this returns is removed."""
     return [
         given.register_step_pre_hook(_refuse_given),
+        given.register_state_dict_pre_hook(_refuse_saving),
         given.register_load_state_dict_pre_hook(_refuse_states),
     ]
 
@@ -29,6 +31,10 @@ def _refuse_given(optimizer: Optimizer, *_: Any) -> None:
         f"{type(optimizer).__name__}.step() of an optimizer that was given to an engine, whose shards have "
         "optimizers of their own: call engine.step(), or engine.optimizer.step()"
     )
+
+
+def _refuse_saving(optimizer: Optimizer) -> None:
+    raise ModelError(SPREAD)
 
 
 def _refuse_states(optimizer: Optimizer, *_: Any) -> None:
