@@ -262,6 +262,32 @@ def test_what_cannot_be_is_refused(stage: int, tmp_path: Path) -> None:
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("given", ["object", "class", "factory", "none", "1.0", "section", "by hand"])
+def test_clipping_that_nobody_asked_for_is_told_once(recwarn: pytest.WarningsRecorder, given: str) -> None:
+    """By the default, beside an optimizer of the script's; not where the config or the script says it."""
+    model, x = network(), torch.ones(4, WIDTH, dtype=torch.float64)
+    makes: dict[str, Any] = {"class": torch.optim.SGD, "section": None}
+    makes["factory"] = lambda groups: torch.optim.SGD(groups, lr=0.0)
+    optimizer = makes.get(given, torch.optim.SGD(model.parameters(), lr=0.0))
+    config: dict[str, Any] = {"batch": {"size": 4}, "precision": {"compute": "fp64"}}
+    if given in ("none", "1.0"):
+        config["optimizer"] = {"clip": given if given == "none" else 1.0}
+    engine = polyreme.initialize(model, config, optimizer=optimizer)
+    norms = []
+    for factor in (1e-9, 1e9, 1e9):
+        engine.backward(factor * engine(x).square().mean())
+        if given == "by hand":
+            engine.gradients().clip_(1.0)
+        norms.append(engine.step().grad_norm)
+        engine.refresh()
+    assert norms[0] < 1 < norms[1]
+    said = [str(each.message) for each in recwarn if "optimizer.clip" in str(each.message)]
+    if given in ("object", "class", "factory"):
+        assert len(said) == 1 and f"norm {norms[1]:g} " in said[0] and 'optimizer.clip = "none"' in said[0]
+    else:
+        assert said == []
+
+
 class Counted(torch.optim.SGD):
     """Keeps counts of its own: a number, and a tensor of one element."""
 

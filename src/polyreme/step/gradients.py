@@ -69,7 +69,7 @@ class Gradients:
         """Clip to this global norm, in place of what `optimizer.clip` says, in this step. Returns the norm
         before."""
         self._check()
-        self._step.clip = max_norm
+        self._step.clip, self._step.clips_unasked = max_norm, False
         return self._step.norm
 
     def scale_(self, factors: Mapping[str, float]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyreme.config import Config
-from polyreme.errors import BatchError, ModelError
+from polyreme.errors import BatchError, ModelError, warn
 from polyreme.models.buffers import Buffers
 from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
@@ -120,7 +120,8 @@ class Step:
         self._left_out = any(
             p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
         )
-        self.looks = config.accumulation * sums.mesh.world_size > 1  # until a step was reduced
+        # until a step was reduced; whether the default clips beside a script's optimizer, until that was told
+        self.looks, self.clips_unasked = config.accumulation * sums.mesh.world_size > 1, False
         for bucket in self._buckets:
             own(bucket.parameters, self)
         self.begin()
@@ -423,7 +424,7 @@ class Step:
         if not skipped:
             skips = self._config.optimizer.unused == "skip" and self._buckets
             unused = _unused(self._buckets, self._sums) if totals.missing and skips else {}
-            factor = self.to_mean * clip_factor(norm, self.clip if totals.is_finite else None)
+            factor = self.to_mean * (_clipping(self, norm) if totals.is_finite else 1.0)
             self._updates.step(factor, self.progress.options.groups, unused, self.state.step)
         if totals.weight:
             self.progress.scale.update(overflow=skipped)
@@ -493,6 +494,15 @@ def recut(step: Step) -> None:
     step._reducer.restart()
 
 
+def _clipping(step: Step, norm: float) -> float:
+    """What clips gradients of this norm. Warns the first time that nobody asked for it."""
+    factor = clip_factor(norm, step.clip)
+    if step.clips_unasked and factor < 1:
+        step.clips_unasked = False
+        warn(_CLIPPED.format(norm, step.clip))
+    return factor
+
+
 def _make_room(step: Step) -> None:
     """Have room for several micro-batches."""
     if step._placement.microbatches == "one":
@@ -543,4 +553,10 @@ def _graphs_once() -> Iterator[None]:
 _ENDED = (
     "engine.set_boundary(True), or a batch.size of one micro-batch, said that the backward before this one "
     "is the last of its step: call step() before the next backward, or zero_grad() to drop these gradients"
+)
+
+
+_CLIPPED = (
+    "gradients of norm {0:g} are clipped to {1:g}, the default of optimizer.clip, beside an optimizer that "
+    'was passed: optimizer.clip = "none" clips nothing, and optimizer.clip = {1} says that this is meant'
 )

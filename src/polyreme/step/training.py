@@ -90,6 +90,7 @@ class Training:
         self.step = Step(
             config, sums, placement, self._reducer, self.blocks, self.updates, progress, self.buffers
         )
+        self.step.clips_unasked = given is not None and "clip" not in config.optimizer.model_fields_set
         self.options.on_metric(self.step.plateau)
         self.step.states = self._states(config, mesh)
         self.contents = EngineContents(module, config, mesh, placement, list(self.updates), self.step)
@@ -189,7 +190,7 @@ class Training:
         carry(old.placement, list(old.updates), self.placement, list(self.updates), unchanged)
         self.step.load_state_dict(old.step.state_dict())
         self.step.written.note()
-        self.step.flags = old.step.flags
+        self.step.flags, self.step.clips_unasked = old.step.flags, old.step.clips_unasked
         self.contents.loaders, self.contents.positions = old.contents.loaders, old.contents.positions
         self.source, self._view = old.source, old._view
         self.source.options, self.source.updates = self.options, self.updates
