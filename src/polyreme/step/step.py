@@ -120,8 +120,7 @@ class Step:
         self._left_out = any(
             p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
         )
-        # until a step was reduced; whether the default clips beside a script's optimizer, until that was told
-        self.looks, self.clips_unasked = config.accumulation * sums.mesh.world_size > 1, False
+        self.looks, self.clips_unasked = config.accumulation * sums.mesh.world_size > 1, False  # until told
         for bucket in self._buckets:
             own(bucket.parameters, self)
         self.begin()
