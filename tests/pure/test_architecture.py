@@ -101,7 +101,7 @@ BUDGETS = {
     "optim": 1378,
     "pipeline": 1210,
     "planner": 240,
-    "step": 3867,
+    "step": 3899,
     "tensor": 1899,
     "zero": 2749,
     "": 425,

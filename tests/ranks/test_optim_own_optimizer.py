@@ -288,6 +288,50 @@ def test_clipping_that_nobody_asked_for_is_told_once(recwarn: pytest.WarningsRec
         assert said == []
 
 
+def set_on_one(rank: int, world: int, mesh: dict[str, int], stage: int, key: str, value: Any) -> Any:
+    """Set an option on rank 1 alone, then on all ranks; or on all of them at once."""
+    ends = []
+    for alone in (True, False):
+        model = models.build("gpt2")
+        config = training.config(world, mesh=mesh, zero={"stage": stage}, optimizer={"clip": 1.0})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        said = ""
+        with polyreme.initialize(model, config, optimizer=optimizer) as engine:
+            share = models.share(
+                models.batch_of("gpt2", training.SAMPLES), engine.mesh.dp.rank, engine.mesh.dp.size
+            )
+            engine.train_step(share)
+            if alone:
+                if rank == 1:
+                    optimizer.param_groups[0][key] = value
+                with pytest.raises(ModelError) as error:
+                    engine.train_step(share)
+                said = str(error.value)
+            optimizer.param_groups[0][key] = value
+            engine.train_step(share)
+            assert engine.state.step == 2
+            ends.append((said, engine.state_dict()))
+    (said, found), (_, expected) = ends
+    return said, all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "key", "value", "text"),
+    [
+        ({}, 2, "lr", 0.5, "is 0.01 on rank 0; 0.5 on rank 1"),
+        ({}, 3, "betas", (0.5, 0.9), "is 0.9, 0.999 on rank 0; 0.5, 0.9 on rank 1"),
+        ({}, 0, "maximize", True, "is 0 on rank 0; 1 on rank 1"),
+        ({"tp": 2}, 0, "lr", torch.tensor(0.5), "is 0.01 on rank 0; 0.5 on rank 1"),
+        ({"pp": 2}, 2, "weight_decay", 0.3, "is 0.01 on rank 0; 0.3 on rank 1"),
+    ],
+)
+def test_options_that_one_rank_sets_alone_are_refused(
+    mesh: dict[str, int], stage: int, key: str, value: Any, text: str
+) -> None:
+    for said, alike in threads.run(2, set_on_one, mesh, stage, key, value):
+        assert f"param_groups[0]['{key}'] {text}" in said and "Set it on all ranks" in said and alike
+
+
 class Counted(torch.optim.SGD):
     """Keeps counts of its own: a number, and a tensor of one element."""
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from polyreme.distributed.mesh import Mesh
+from polyreme.optim.options import Options
+from polyreme.step.like_options import compare, fingerprint
 from polyreme.step.precision import norm_of
 from polyreme.step.replicas import Replicas
 from polyreme.zero.full_parameters import Written
@@ -69,12 +71,18 @@ class StepSums:
     """The sums of the step under way."""
 
     def __init__(
-        self, mesh: Mesh, tells: bool, over_ranks: bool = False, replicas: Replicas | None = None
+        self,
+        mesh: Mesh,
+        tells: bool,
+        options: Options,
+        over_ranks: bool = False,
+        replicas: Replicas | None = None,
     ) -> None:
         """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel
-        one. `over_ranks`: sums are divided by the number of these, not by the weights counted. `replicas`:
-        what is compared then, where ranks have copies but over data parallelism."""
-        self._replicas = replicas
+        one. `options`: the optimizer's. `over_ranks`: sums are divided by the number of these, not by the
+        weights counted. `replicas`: what is compared then, where ranks have copies but over data
+        parallelism."""
+        self._replicas, self._options = replicas, options
         self.mesh, self.device, self._tells, self._over_ranks = mesh, mesh.device, tells, over_ranks
         self.hint = 0.0
         """A power of two near the weight of a global batch; 0 before the first."""
@@ -109,7 +117,8 @@ class StepSums:
         """Take the totals over all ranks, which all must call.
 
         squares: of this rank's gradients, a float64 scalar; missing: gradients that it did not get; news:
-        whether it has news of buffers. Raises ModelError where copies of a parameter differ."""
+        whether it has news of buffers. Raises ModelError where copies of a parameter differ, or
+        the optimizer's options."""
         mesh, tells = self.mesh, self._tells
         told = [
             self._weight * tells,
@@ -121,6 +130,8 @@ class StepSums:
             float(self._unseen),
             float(news),
             self._samples * tells,
+            options := fingerprint(self._options) if mesh.world_size > 1 else 0.0,
+            options**2,
         ]
         counts = torch.tensor(told, dtype=torch.float64, device=self.device)
         digest = written.digest(self.device)
@@ -134,6 +145,10 @@ class StepSums:
         totals = totals[:-2]
         mesh.product("tp", "pp").all_reduce(totals)
         told = totals.tolist()
+        of_options = told[-3], told[-2]
+        del told[-3:-1]
+        if of_options[0] ** 2 != of_options[1] * mesh.world_size:  # exact
+            compare(self._options, mesh)
         if self._replicas is not None and told.pop(0):
             self._replicas.compare()
         self.totals = Totals(*told)

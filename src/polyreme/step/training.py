@@ -85,7 +85,7 @@ class Training:
         self.options = Options(made, LRSchedule(config.lr_schedule), scheduler, led)
         tells, over_ranks = mesh.tp.rank == 0 and pipeline.has_loss, config.batch.mean == "ranks"
         copied = mesh.product("tp", "pp").size > 1
-        sums = StepSums(mesh, tells, over_ranks, Replicas(placement, mesh) if copied else None)
+        sums = StepSums(mesh, tells, self.options, over_ranks, Replicas(placement, mesh) if copied else None)
         progress = TrainingProgress(self.options, loss_scale(config.precision))
         self.step = Step(
             config, sums, placement, self._reducer, self.blocks, self.updates, progress, self.buffers
