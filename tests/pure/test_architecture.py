@@ -86,7 +86,7 @@ BUDGETS = {
     "checkpoint": 2513,
     "cli": 1223,
     "compat": 8006,
-    "config": 1033,
+    "config": 1036,
     "data": 679,
     "deferred_init": 420,
     "distributed": 2862,

@@ -556,6 +556,11 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"lr_schedule": {"name": "one-cycle", "warmup": 10, "total": 10}}, "lr_schedule.warmup", '"1 step"'),
     (
+        {"lr_schedule": {"name": "cosine", "warmup": 10}, "train": {"length": 2}},
+        "lr_schedule.warmup",
+        '"0 steps", or a longer train.length',
+    ),
+    (
         {"lr_schedule": {"name": "cosine", "warmup": "9 tokens", "total": "9 tokens"}},
         "lr_schedule.warmup",
         "tokens",

@@ -142,8 +142,13 @@ def two_lists() -> nn.Module:
         (
             Plain,
             {"stages": 5},
-            r"4 blocks, too few for 5 stages .*: lower mesh\.pp, "
+            r"4 blocks \(blocks\), too few for 5 stages .*: lower mesh\.pp, "
             r"or have fewer stages on each rank \(pipeline",
+        ),
+        (
+            lambda: models.llama(num_hidden_layers=1),
+            {"stages": 2},
+            r"1 block \(model\.layers\), too few for 2 stages",
         ),
         (Plain, {"stages": 0}, "into 0 stages"),
         (

@@ -56,6 +56,27 @@ class Net(nn.Module):
         return F.mse_loss(output, y) + early + (self.term(self) if self.term else 0)
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.number.exp()
+
+
+class Scaled(Net):
+    """Multiplies its output by a learned number, which is its own or held by a module."""
+
+    def __init__(self, held: bool) -> None:
+        super().__init__()
+        self.scale = Scale() if held else nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        output = super().forward(x)
+        return self.scale(output) if isinstance(self.scale, Scale) else output * self.scale.exp()
+
+
 def squares(parameters: Any) -> Any:
     return 0.1 * sum(p.pow(2).sum() for p in parameters)
 
@@ -119,6 +140,8 @@ PENALTY = r"use optimizer\.weight_decay, or set mesh\.pp = 1"
 def build(term: Callable[[Net], Any] | None, where: str) -> tuple[Net, Any]:
     """The model, and its loss_fn; `term` is a summand of the loss, or its factor ("scale")."""
     torch.manual_seed(0)
+    if where in ("own", "held"):
+        return Scaled(where == "held").double(), F.mse_loss
     net = Net().double()
     if where == "forward":
         net.term = term  # type: ignore[method-assign]
@@ -268,3 +291,9 @@ def test_what_the_last_stage_has_all_of_is_right(where: str) -> None:
 def test_a_rank_with_several_stages_refuses_it_too(term: str, where: str) -> None:
     with pytest.raises(RanksFailed, match=PENALTY):
         threads.run(2, run, TERMS[term], where, INTERLEAVED)
+
+
+def test_a_number_used_behind_the_blocks_is_held_by_a_module() -> None:
+    with pytest.raises(RanksFailed, match=r"logit_scale\) in a small nn\.Module of its own, made after"):
+        threads.run(2, run, None, "own", {})
+    threads.run(2, run, None, "held", {})

@@ -210,9 +210,9 @@ TP = {
     "gate of whole activations": "embed.weight",
     "softmax between": "softmax goes along",
     "norm by hand between": "mean goes along",
-    "chunked": "the loss reads head.weight",
-    "reading the head": "the loss reads head.weight",
-    "penalty": "the loss reads",
+    "chunked": "head.weight is read in a loss",
+    "reading the head": "head.weight is read in a loss",
+    "penalty": "is read in a loss",
 }
 _MIXES = "may not work on each position by itself"
 BETWEEN = ("softmax between", "norm by hand between", "softmax over positions between")
@@ -595,7 +595,7 @@ def test_a_loss_that_reads_a_divided_weight_without_gradients_is_refused(how: st
     def loss(model: nn.Module, output: Tensor, wanted: Tensor) -> Tensor:
         return F.mse_loss(output, wanted) + 0.01 * READS[how](model)
 
-    each_refused("the loss reads up.weight", lambda: Middle(torch.tanh), loss)
+    each_refused("up.weight is read in a loss", lambda: Middle(torch.tanh), loss)
 
 
 def in_own_loop(rank: int, world: int, read: Callable[[Any], Any], stage: int = 2) -> list[float]:
@@ -648,6 +648,35 @@ def test_dtype_and_device_of_a_divided_weight_are_read_at_any_time(form: str, st
     torch.testing.assert_close(threads.run(2, middle, early, plainly, 2)[0], expected, rtol=1e-10, atol=1e-10)
 
 
+def looked_at(engine: Any) -> float:
+    """What needs no numbers of a divided weight goes on between a forward and its backward; what does, once a
+    call without gradients has come."""
+    weight = engine.module.up.weight
+    place = weight.data_ptr(), weight.untyped_storage().data_ptr(), weight.type()
+    assert place[0] == place[1] and place[2] == "torch.DoubleTensor" and "grad" in dir(weight)
+    for read in repr, lambda weight: weight.type(torch.float32), lambda _: engine.module.state_dict():
+        with pytest.raises(ModelError, match=r"up\.weight is read in a loss, or between a forward and its"):
+            read(weight)
+    with torch.no_grad():
+        engine(samples(0)[0])
+    assert "tensor(" in repr(weight)
+    return weight.norm().item()
+
+
+def left_without_backward(rank: int, world: int) -> float:
+    torch.manual_seed(0)
+    mesh = {"tp": world, "tp_plan": {"up": "colwise", "down": "rowwise"}}
+    engine = polyreme.initialize(
+        Middle(torch.tanh).double(), {"mesh": mesh, "precision": {"compute": "fp64"}}
+    )
+    engine(samples(0)[0])
+    return looked_at(engine)
+
+
+def test_what_needs_no_numbers_of_a_divided_weight_is_let_through() -> None:
+    assert all(threads.run(2, left_without_backward))
+
+
 def of_whole(engine: Any) -> Any:
     return sum(weight.pow(2).sum() for weight in engine.state_dict().values())
 
@@ -657,7 +686,9 @@ def test_a_penalty_in_a_loop_of_the_users_own_is_refused_without_gradients(how: 
     with pytest.raises(RanksFailed) as failed:
         threads.run(2, in_own_loop, lambda engine: READS[how](engine.module))
     errors = failed.value.exceptions.values()
-    assert len(errors) == 2 and all("reads up.weight" in str(error) for error in errors), failed.value
+    assert len(errors) == 2 and all("up.weight is read in a loss" in str(error) for error in errors), (
+        failed.value
+    )
 
 
 def test_a_penalty_of_whole_copies_has_the_value_of_one_process() -> None:

@@ -439,6 +439,11 @@ def _comparable(keys: Keys, *durations: Duration | None) -> bool:
     return "tokens" not in units or len(units) == 1 or keys.data.path is not None
 
 
+def _part(length: Duration, factor: float) -> Duration:
+    """Whole steps, samples or tokens."""
+    return Duration(amount=int(length.amount * factor), unit=length.unit)
+
+
 def _lr_schedule(keys: Keys) -> Iterator[Conflict]:
     schedule, total = keys.lr_schedule, _total(keys)
     if schedule.decay is not None and schedule.name != "wsd":
@@ -450,12 +455,13 @@ def _lr_schedule(keys: Keys) -> Iterator[Conflict]:
     if not _comparable(keys, total, schedule.warmup, schedule.decay):
         return
     if warmup >= whole:
-        fix = f"write lr_schedule.warmup = {toml(total.scaled(0.1))}, or a longer lr_schedule.total"
+        longer = "train.length" if isinstance(schedule.total, str) else "lr_schedule.total"
+        fix = f"write lr_schedule.warmup = {toml(_part(total, 0.1))}, or a longer {longer}"
         yield "lr_schedule.warmup", f"no shorter than the whole schedule, {total}", fix
     elif schedule.name == "wsd":
         decay = schedule.decay or total.scaled(0.1)
         if warmup + samples(keys, decay) > whole:
-            shorter = total.scaled((1 - warmup / whole) / 2)
+            shorter = _part(total, (1 - warmup / whole) / 2)
             reason = f"longer than {total} together with the warm-up, {schedule.warmup}"
             yield (
                 "lr_schedule.decay",

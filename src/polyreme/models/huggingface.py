@@ -130,7 +130,12 @@ def pipeline_list(model: nn.Module) -> str:
     there are several."""
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return ""
-    lists = _block_lists(model)
+    sizes = {  # of what has one block, for which stages are too many
+        name: sum(p.numel() for p in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == 1
+    }
+    lists = _block_lists(model) or sorted(sizes, key=lambda name: -sizes[name])[:1]
     if not lists:
         raise ModelError(
             "the model has no repeated blocks to cut into pipeline "

@@ -113,7 +113,7 @@ def partition_model(
     owner, found = pipeline_list(model), blocks_in(model)
     seen = _Seen() if owner == "" else _observe(model, owner, found)
     use = _Use(model, found, seen)
-    bounds = _bounds(len(found), stages, counts, costs or use.numels(tables=memory))
+    bounds = _bounds(owner, len(found), stages, counts, costs or use.numels(tables=memory))
     stages_of, tied = use.stages_of(bounds)
     return PipelinePartition(owner, tuple(found), bounds, stages_of, tied, seen.answer)
 
@@ -140,13 +140,13 @@ def blocks_in(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _bounds(
-    blocks: int, stages: int, counts: Sequence[int] | None, costs: Sequence[float]
+    owner: str, blocks: int, stages: int, counts: Sequence[int] | None, costs: Sequence[float]
 ) -> tuple[int, ...]:
     if stages > blocks:
         raise ModelError(
-            f"the model has {blocks} blocks, too few for {stages} stages of "
-            "at least one each: lower mesh.pp, or have fewer stages on each "
-            "rank (pipeline.schedule, pipeline.virtual)"
+            f"the model has {blocks} block{'s' * (blocks != 1)}{owner and f' ({owner})'}, too few for "
+            f"{stages} stages of at least one each: lower mesh.pp, or have fewer stages on each rank "
+            "(pipeline.schedule, pipeline.virtual), or give the model more blocks"
         )
     if counts is None:
         if len(costs) != blocks:

@@ -103,7 +103,9 @@ INSTEAD = "use optimizer.weight_decay, or set mesh.pp = 1"
 COMPUTES = (
     "computes with {0}: only the blocks' first argument is sent from stage to stage. Cut the model elsewhere "
     "(pipeline.blocks), or have the blocks pass all they need in that argument, and do x + block(x) "
-    f"themselves; for a penalty over weights {INSTEAD}"
+    "themselves; hold a parameter that is used behind the blocks alone (a temperature, logit_scale) in a "
+    "small nn.Module of its own, made after their list and called behind them; for a penalty over weights "
+    f"{INSTEAD}"
 )
 REFUSED = (
     "{0} of {1}, which another pipeline stage has (mesh.pp > 1): engine.state_dict() gives every rank whole "

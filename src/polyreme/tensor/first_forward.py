@@ -29,6 +29,8 @@ from polyreme.tensor.ops import is_divided
 
 OWN = ("embedding",)
 """Look-ups of rows, which are part of a divided embedding."""
+OF_MEMORY = ("data_ptr", "storage", "__dir__")
+"""What looks at where a parameter's numbers are, and not at them."""
 OF_SIZES = (RuntimeError, IndexError, ValueError, AssertionError)
 """What torch and models raise where a size is not the one that they count on."""
 COPIES = ("detach", "data")
@@ -111,7 +113,8 @@ class Part(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, leaves = read(func, args, kwargs)
         parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
-        if parts and name not in OWN and not _is_our_own():
+        looks = name in OWN or name in OF_MEMORY or (name == "type" and len(args) + len(kwargs or {}) == 1)
+        if parts and not looks and not _is_our_own():
             raise ModelError(WRONG + READ.format(_NAMES[parts[0]]))
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -171,11 +174,12 @@ def _of(tensor: Tensor) -> int:
 
 WRONG = "tensor parallelism (mesh.tp) would train this model wrong:\n  - "
 READ = (
-    "the loss reads {0}, of which each rank has a part, past the layer that it belongs to, so its value "
-    "would be that of a part: for a penalty over weights use optimizer.weight_decay; for a cross entropy in "
-    'pieces call the layer, as in model.lm_head(hidden), or write mesh.tp_plan with "replicate" for it. '
-    "engine.state_dict(), which every rank must call, has whole copies; what is to be seen of a part alone, "
-    "read before the forward or after the backward"
+    "{0} is read in a loss, or between a forward and its backward, past the layer that it belongs to: each "
+    "rank has a part of it, so that the value would be that of a part. For a penalty over weights use "
+    "optimizer.weight_decay; for a cross entropy in pieces call the layer, as in model.lm_head(hidden), or "
+    'write mesh.tp_plan with "replicate" for it. engine.state_dict(), which every rank must call, has whole '
+    "copies; what is to be seen of a part alone, read before the forward or after the backward. Where no "
+    "backward comes, a call of the engine under torch.no_grad() ends that"
 )
 _ALONG = (
     "{0} goes along the dimension in which the outputs of a column layer are divided, and would see one "
