@@ -89,11 +89,11 @@ BUDGETS = {
     "config": 1036,
     "data": 679,
     "deferred_init": 420,
-    "distributed": 2862,
+    "distributed": 2863,
     "files": 329,
     "integrations": 400,
     "job": 809,
-    "launch": 3076,
+    "launch": 3079,
     "layout": 360,
     "models": 936,
     "monitor": 510,
@@ -104,7 +104,7 @@ BUDGETS = {
     "step": 3899,
     "tensor": 1899,
     "zero": 2749,
-    "": 425,
+    "": 431,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils import _pytree as pytree
 
 import models
@@ -327,6 +328,12 @@ def bad_use(rank: int, world: int) -> dict[str, str]:
     engine(x)
     found["late"] = error_of(lambda: engine.backward(F.mse_loss(engine(x[:half]), y[:half])))
     assert engine.step().step == 1
+    whole = polyreme.initialize(nn.Linear(9, 9), {"batch": {"size": 4 * world}}, loss_fn=F.mse_loss)
+    assert repr(whole) == f"Engine(Linear, 90 parameters, mesh.dp={world}, zero.stage=2, step=0)"
+    assert repr(whole.module.bias) == repr(nn.Parameter(whole.module.bias.detach().clone()))
+    whole.backward(whole(x[:1]).mean())
+    found["one"] = error_of(lambda: whole.backward(whole(x[1:2]).mean()))
+    found["workers"] = error_of(lambda: whole.loader([1] * 8, num_workers=2))
     unreduced = polyreme.initialize(
         models.build("dag", torch.float32), training.config(world), loss_fn=unreduced_loss
     )
@@ -412,6 +419,12 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
             "early, last": (BatchError, "after 0 backward() calls"),
             "middle": (BatchError, "in the middle of a step"),
             "late": (BatchError, "call step() before the next backward()"),
+            "one": (
+                BatchError,
+                "a step has 1 micro-batch (batch.micro = 4): for more backwards a step write batch.micro = 1, "
+                "by which it has 4. Otherwise call step()",
+            ),
+            "workers": (BatchError, "no option num_workers, but batch_size, collate, drop_last"),
             "unreduced": (BatchError, "must be a scalar tensor, but is a tensor of shape (4, 9)"),
             "no loss": (BatchError, "loss_fn"),
             "empty": (ModelError, "no parameters"),
@@ -419,6 +432,21 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
             "complex": (ModelError, "only real floating-point"),
         }.items():
             assert found[case].startswith(kind.__name__ + ": ") and words in found[case], (case, found[case])
+
+
+def torch_loader(rank: int, world: int) -> list[Tensor]:
+    """Losses of an epoch by torch's own loader, as the error about `num_workers` has it."""
+    config = {**training.config(world), "batch": {"size": 8}}
+    engine = polyreme.initialize(models.build("dag", torch.float32), config, loss_fn=F.mse_loss)
+    samples = TensorDataset(*models.vectors(16))
+    share = DistributedSampler(samples, engine.mesh.dp.size, engine.mesh.dp.rank)
+    batches = DataLoader(samples, 8 // engine.mesh.dp.size, sampler=share, drop_last=True)
+    return [engine.train_step(tuple(batch)).loss for batch in batches]
+
+
+def test_torchs_own_loader_feeds_an_engine(ranks: Ranks) -> None:
+    first, second = ranks(2, torch_loader)
+    assert first == second and len(first) == 2
 
 
 def scheduled(rank: int, world: int) -> tuple[list[float], dict[str, Tensor]]:

@@ -322,7 +322,7 @@ class Watch:
             if other != wait.what:
                 return (
                     f"rank {rank} began another operation in its "
-                    f"place, {other}{within(there['call'])}; {_WAY}"
+                    f"place, {other}{within(there['call']) or _OUTSIDE}; {_WAY}"
                 )
         return ""
 
@@ -408,10 +408,12 @@ def within(call: str) -> str:
 
 
 _WAY = (
-    "all ranks have to make the same calls in the same order, and "
-    "to run the same blocks (zero.keep names those that not all run). A model that each rank calls as often "
-    "as it likes, as generate does, is called within engine.full_parameters()"
+    "a model that each rank calls as often as it likes (validation on one rank, generate) is called within "
+    "engine.full_parameters(), which all ranks enter, or on all ranks by engine.eval_step; else all ranks "
+    "have to make the same calls in the same order, and to run the same blocks (zero.keep names those that "
+    "not all run)"
 )
+_OUTSIDE = " outside of the engine's methods, as where engine.module is called"
 _ENDED = (
     "ended before this one: all ranks have to make the same number "
     "of steps, and engine.ask_to_stop() has them stop at the same one"

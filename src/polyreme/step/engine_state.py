@@ -9,6 +9,7 @@ Communication: that of `checkpoint.save` and `checkpoint.load`.
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from polyreme.config import Config
 from polyreme.config.schema import SCALED
 from polyreme.data import Loader
 from polyreme.distributed.mesh import Axis, Mesh
-from polyreme.errors import CheckpointError, DataError, ModelError, named, warn
+from polyreme.errors import BatchError, CheckpointError, DataError, ModelError, named, warn
 from polyreme.layout.region import Region
 from polyreme.models import huggingface, peft
 from polyreme.models.tensor_access import entries
@@ -81,6 +82,14 @@ class EngineContents:
             "shuffle": self.config.data.shuffle,
             "pin": self.mesh.device.type == "cuda",
         }
+        known = inspect.signature(Loader).parameters.keys() - {"dataset", "rank", "world"}
+        if unknown := sorted(options.keys() - known):
+            raise BatchError(
+                f"engine.loader has no option {unknown[0]}, but {', '.join(sorted(known))} (workers are "
+                "threads). For torch's own, as processes, iterate over torch.utils.data.DataLoader(dataset, "
+                f"{self.config.batch.size // dp.size}, sampler=DistributedSampler(dataset, "
+                "engine.mesh.dp.size, engine.mesh.dp.rank), drop_last=True, num_workers=...)"
+            )
         made = Loader(dataset, rank=dp.rank, world=dp.size, **{**defaults, **options})
         if made.epochs is None:
             if self.positions:

@@ -278,7 +278,7 @@ class Step:
         self._ended = last and bool(self.boundary)
         if self.boundary is None and self.microbatches == self._config.accumulation:
             raise BatchError(
-                f"a step has {self._config.accumulation} micro-batches: call "
+                f"{self._sums.one_too_many(self.microbatches, self._config)}. Otherwise call "
                 "step() before the next backward(), or zero_grad() to drop "
                 "these gradients. Add the losses of one micro-batch up, or "
                 "call engine.backward(loss, last=False) for all but the last"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.optim.options import Options
 from polyreme.step.like_options import compare, fingerprint
@@ -96,6 +97,15 @@ class StepSums:
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
         self._weight = 0.0
         self._tokens = self._samples = self._unseen = 0
+
+    def one_too_many(self, backwards: int, config: Config) -> str:
+        """What is said of a backward after the last one of a step, which had so many."""
+        micro, share = int(config.batch.micro), config.batch.size // int(config.mesh.dp)
+        each = self._samples // backwards
+        fits = 0 < each < micro and share % each == 0
+        way = f"batch.micro = {each}, by which it has {share // each}" if fits else "a smaller batch.micro"
+        has = f"{config.accumulation} micro-batch{'es' * (config.accumulation > 1)}"
+        return f"a step has {has} (batch.micro = {micro}): for more backwards a step write {way}"
 
     def count(self, weight: float, tokens: int, samples: int, microbatches: int) -> None:
         """Add a micro-batch, of so many that a step has. In the very first, all data-parallel ranks must

@@ -145,6 +145,9 @@ class TrainedParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(Tensor.detach(self), self.requires_grad))
+
     def detach(self) -> Tensor:
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             raise ModelError(
