@@ -89,7 +89,7 @@ BUDGETS = {
     "config": 1036,
     "data": 679,
     "deferred_init": 420,
-    "distributed": 2863,
+    "distributed": 2862,
     "files": 329,
     "integrations": 400,
     "job": 809,

@@ -423,6 +423,22 @@ def test_a_signal_reaches_the_ranks_and_ends_the_run(
     assert script.facts() == {0: number, 1: number}
 
 
+def test_ranks_that_end_well_after_ctrl_c_are_no_error(script: Script) -> None:
+    path = script.write("""
+        tell(0, "ready")
+        try:
+            wait()
+        except KeyboardInterrupt:
+            tell("saved")
+    """)
+    process = command(script.folder, "launch", "-n", "2", path)
+    until(lambda: len(script.facts("ready")) == 2, "both ranks run")
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=END_WITHIN)
+    assert (process.returncode, output) == (130, "") and script.facts() == {0: "saved", 1: "saved"}
+    assert errors == "stopped by SIGINT; every rank has ended\n"
+
+
 BLOCKS = """
 import signal, sys
 from polyreme.__main__ import main

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import models
 import polyreme
@@ -421,8 +421,8 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
             "late": (BatchError, "call step() before the next backward()"),
             "one": (
                 BatchError,
-                "a step has 1 micro-batch (batch.micro = 4): for more backwards a step write batch.micro = 1, "
-                "by which it has 4. Otherwise call step()",
+                "a step has 1 micro-batch (batch.micro = 4): for more backwards a step write batch.micro = 1"
+                ", by which it has 4. Otherwise call step()",
             ),
             "workers": (BatchError, "no option num_workers, but batch_size, collate, drop_last"),
             "unreduced": (BatchError, "must be a scalar tensor, but is a tensor of shape (4, 9)"),

@@ -56,7 +56,7 @@ def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
     """What a rank says where rank 1 does something else than rank 0."""
     width = 8 if "small" in case else WIDTH
     model = Branches(width)
-    stage = 3 if "blocks" in case else 2
+    stage = 3 if case in ("blocks", "small blocks", "validation") else 2
     zero = {"stage": stage, "min_bucket": 0}
     engine = polyreme.initialize(model, {**BATCH, "zero": zero}, loss_fn=nn.functional.mse_loss)
     batch = torch.randn(2, width), torch.randn(2, width)
@@ -68,6 +68,9 @@ def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
                 model.which = rank
                 engine.train_step(batch)
             elif rank == 0:
+                engine.train_step(batch)
+            elif "validation" in case:
+                engine.module(batch[0])
                 engine.train_step(batch)
             elif "eval" in case:
                 engine.eval_step(batch)
@@ -87,6 +90,7 @@ CASES = {
     "eval": ("in eval_step", "in train_step", "in eval_step failed", "in train_step failed", "same calls"),
     "small eval": ("in eval_step", "in train_step", "same calls"),
     "save": ("in save", "in train_step", "same calls"),
+    "validation": ("; a model that each rank calls as often", "by engine.eval_step"),
 }
 
 

@@ -58,7 +58,11 @@ class _Commands(TyperGroup):
                 typer.echo(getattr(error, "traceback", None) or traceback.format_exc(), err=True)
             # what the launcher says of ranks names them
             text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-            _report(text, "" if hasattr(error, "rank") else _rank_of_several())
+            _report(
+                text,
+                "" if hasattr(error, "rank") else _rank_of_several(),
+                how="" if getattr(error, "ended_well", False) else "error: ",
+            )
             ctx.exit(error.exit_status)
         except BrokenPipeError:  # nobody reads on, as behind `| head`: typer ends without a word
             raise
@@ -81,11 +85,11 @@ class _Commands(TyperGroup):
             ctx.exit(limit.exit_status)
 
 
-def _report(text: str, who: str = "") -> None:
+def _report(text: str, who: str = "", how: str = "error: ") -> None:
     """An error, as any terminal can show it; `who` says which rank's it is."""
     shown = "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
     LAST.report = f"{who}{shown}"
-    typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+    typer.secho(how, fg=typer.colors.RED, bold=True, nl=False, err=True)
     typer.echo(LAST.report, err=True)
 
 

@@ -322,7 +322,7 @@ class Watch:
             if other != wait.what:
                 return (
                     f"rank {rank} began another operation in its "
-                    f"place, {other}{within(there['call']) or _OUTSIDE}; {_WAY}"
+                    f"place, {other}{within(there['call'])}; {_WAY}"
                 )
         return ""
 
@@ -413,7 +413,6 @@ _WAY = (
     "have to make the same calls in the same order, and to run the same blocks (zero.keep names those that "
     "not all run)"
 )
-_OUTSIDE = " outside of the engine's methods, as where engine.module is called"
 _ENDED = (
     "ended before this one: all ranks have to make the same number "
     "of steps, and engine.ask_to_stop() has them stop at the same one"

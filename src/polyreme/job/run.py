@@ -117,6 +117,16 @@ def _slow_precision(config: Config, device: torch.device, peak: float) -> Iterat
         )
 
 
+def _fewer_tokens(config: Config, vocabulary: int) -> Iterator[str]:
+    """A note where the text was too short for the tokenizer that was to be trained on it."""
+    data = config.data
+    if vocabulary < data.vocab_size and tokenizer_folder(data.tokenizer, config.model.path) is None:
+        yield (
+            f"the tokenizer has {vocabulary:,} tokens, and not data.vocab_size = {data.vocab_size:,}: "
+            "the training text has no more pairs to join"
+        )
+
+
 def _run(config: Config, afterwards: ExitStack) -> Summary:
     world_size, rank = world()
     config = config.resolve(world_size)
@@ -151,7 +161,8 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     monitors.start(_run_info(config, engine, world_size))
     job = _Loop(config, engine, text, loader, monitors, rate, checkpoints, account)
     try:
-        for note in (*fits, *_slow_precision(config, engine.mesh.device, peak), *notes):
+        fewer, slow = _fewer_tokens(config, vocabulary), _slow_precision(config, engine.mesh.device, peak)
+        for note in (*fits, *fewer, *slow, *notes):
             monitors.message(note)
         if not beginning.checkpoints:
             _show_sample(config, engine, text, monitors, "before training")

@@ -48,10 +48,12 @@ class RanksFailedError(LaunchError):
     """Ranks failed, or a signal ended them.
 
     `rank` is the one that failed first (None after a signal), `traceback` its traceback if it left one,
-    `out_of_memory` whether the kernel killed it for lack of memory.
+    `out_of_memory` whether the kernel killed it for lack of memory, `ended_well` whether all ended with
+    status 0 after a signal.
     """
 
     out_of_memory = False
+    ended_well = False
 
     def __init__(
         self, message: str, exit_status: int, rank: int | None = None, traceback: str | None = None

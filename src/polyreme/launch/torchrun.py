@@ -145,7 +145,9 @@ def _run(agent: _Agent, folder: Path) -> None:
         _end_by_signals(agent.saves)
         result = agent.run()
     except SignalException as caught:
-        raise _stopped_by(caught.sigval) from None
+        stopped = _stopped_by(caught.sigval)
+        stopped.ended_well = all(process.poll() == 0 for process in agent.processes().values())
+        raise stopped from None
     except KeyboardInterrupt:  # the agent had not taken over the signals
         raise _stopped_by(signal.SIGINT) from None
     wish = agent.wishes.first
@@ -361,13 +363,13 @@ class _Agent(LocalElasticAgent):
         """Forward a wish; end at once where it comes again."""
         first = self.wishes.first is None
         if self.wishes.again(number):
-            _kill(self._processes().values())
+            _kill(self.processes().values())
             raise SignalException("again", signal.Signals(number))
         if first:
             self._asked_at = time.monotonic()
             if self.manner.interrupt_saves:
                 acknowledge(number)
-            for process in self._processes().values():
+            for process in self.processes().values():
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)  # to the rank alone: what it started would not save, but end
 
@@ -383,14 +385,14 @@ class _Agent(LocalElasticAgent):
         else:
             self._meeting.peers.leave()
 
-    def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
+    def processes(self) -> dict[int, subprocess.Popen[bytes]]:
         """The processes by local rank."""
         assert isinstance(self._pcontext, SubprocessContext)
         return {local: handler.proc for local, handler in self._pcontext.subprocess_handlers.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
-        processes = self._processes()
+        processes = self.processes()
         if time.monotonic() > self._asked_at + SAVING and not self.late:
             self.late = True
             _kill(processes.values())
