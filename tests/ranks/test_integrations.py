@@ -52,6 +52,41 @@ def test_two_who_say_different_things() -> None:
     assert [data_rank(config, 4, rank) for rank in range(4)] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize(("norm", "clip"), [(0.0, None), (0.5, 0.5)])
+def test_trainers_that_do_not_clip_are_not_clipped(tmp_path: Path, norm: float, clip: float | None) -> None:
+    import lightning.pytorch
+    from transformers import TrainingArguments
+
+    from doors.integrations import llama
+    from polyreme.integrations import PolyremeStrategy, PolyremeTrainer
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_grad_norm=norm)
+    assert PolyremeTrainer(llama(), args, polyreme={})._config.optimizer.clip == clip
+
+    class Module(lightning.pytorch.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    strategy = PolyremeStrategy({})
+    off = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = lightning.pytorch.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_steps=1, gradient_clip_val=norm or None,
+        default_root_dir=tmp_path, **dict.fromkeys(shown, False),
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader([torch.ones(2)] * 2, batch_size=2))  # type: ignore[arg-type]
+    torch.distributed.destroy_process_group()
+    assert strategy.engine is not None and strategy.engine.config.optimizer.clip == clip
+
+
 def test_trainer_refuses(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 

@@ -18,7 +18,14 @@ from torch import Tensor
 from polyreme.config import Config
 from polyreme.engine import Engine, initialize
 from polyreme.errors import ConfigError, ModelError, Problem
-from polyreme.integrations.shared import EngineOptimizer, Source, completed, data_parallel, data_rank
+from polyreme.integrations.shared import (
+    EngineOptimizer,
+    Source,
+    completed,
+    data_parallel,
+    data_rank,
+    is_given,
+)
 
 ENGINE, REST = "engine", "lightning.ckpt"
 """What a checkpoint's folder has: the engine's own, and Lightning's without weights and states."""
@@ -88,6 +95,8 @@ class PolyremeStrategy(DDPStrategy):
                     [Problem("gradient_clip_algorithm", "value", "gradients are in shards", fix)]
                 )
             told["optimizer.clip"] = (trainer.gradient_clip_val, "gradient_clip_val")
+        elif not is_given(self.config, "optimizer.clip"):
+            told["optimizer.clip"] = ("none", "gradient_clip_val")
         if trainer.precision != "32-true":
             fix = 'leave precision out, and set precision.compute in the config: "bf16", "autocast-fp16", ...'
             raise ConfigError([Problem("Trainer's precision", trainer.precision, "the config says it", fix)])

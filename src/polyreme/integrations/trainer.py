@@ -138,6 +138,8 @@ class PolyremeTrainer(Trainer):
         }
         if args.max_grad_norm and args.max_grad_norm > 0:
             told["optimizer.clip"] = (args.max_grad_norm, "max_grad_norm")
+        elif not is_given(self._config, "optimizer.clip"):
+            told["optimizer.clip"] = ("none", "max_grad_norm")
         if args.bf16 and not is_given(self._config, "precision.compute"):
             told["precision.compute"] = ("autocast-bf16", "bf16")
         if not is_given(self._config, "seed"):
