@@ -75,9 +75,7 @@ def test_trainers_that_do_not_clip_are_not_clipped(tmp_path: Path, norm: float, 
             return torch.optim.SGD(self.parameters(), 0.1)
 
     strategy = PolyremeStrategy({})
-    off = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
+    shown = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = lightning.pytorch.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, max_steps=1, gradient_clip_val=norm or None,
         default_root_dir=tmp_path, **dict.fromkeys(shown, False),
