@@ -24,7 +24,6 @@ from polyreme.distributed.agreement import how_to_meet, known_as, same_config, s
 from polyreme.distributed.mesh import Mesh, everyone
 from polyreme.distributed.watch import collective
 from polyreme.errors import WARNS, BatchError, ModelError
-from polyreme.layout.mesh_axes import AXES
 from polyreme.models import huggingface
 from polyreme.models.batch_norm import normalise
 from polyreme.models.patches import Patches
@@ -161,12 +160,6 @@ class Engine(ModuleFace):
         self._unfinished = False  # the last train_step, which ended in an error
         self._comparison = BatchComparison(mesh)
         go_on_from(outside, mesh.device)  # the script draws what it would have drawn
-
-    def __repr__(self) -> str:
-        parts = [type(self.module).__name__, f"{self._parameter_count:,} parameters"]
-        parts += [f"mesh.{axis}={size}" for axis in AXES if (size := getattr(self.mesh, axis).size) > 1]
-        parts += [f"zero.stage={self.config.zero.stage}", f"step={self.state.step}"]
-        return f"{type(self).__name__}({', '.join(parts)})"
 
     @property
     def state(self) -> State:

@@ -84,7 +84,7 @@ def test_who_reads_which_rank_a_process_is() -> None:
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2519,
-    "cli": 1223,
+    "cli": 1231,
     "compat": 8006,
     "config": 1036,
     "data": 674,
@@ -99,8 +99,8 @@ BUDGETS = {
     "monitor": 508,
     "offload": 1179,
     "optim": 1378,
-    "pipeline": 1202,
-    "planner": 237,
+    "pipeline": 1204,
+    "planner": 240,
     "step": 3911,
     "tensor": 1902,
     "zero": 2751,

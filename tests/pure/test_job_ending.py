@@ -12,9 +12,9 @@ from test_job_resume import config as config_of
 from test_job_resume import save
 
 from polyreme.cli import endings
-from polyreme.config import Config
+from polyreme.config import Config, Duration
 from polyreme.distributed.environment import COMMAND
-from polyreme.errors import ConfigError, DataError, Problem
+from polyreme.errors import ConfigError, DataError, ModelError, Problem
 from polyreme.job.ending import last_words
 
 
@@ -65,16 +65,34 @@ def test_a_run_from_elsewhere_goes_on_from_there_until_it_has_its_own(run: Path,
     assert f"checkpoint is {run}/step-8;" in last_words(config, before)
 
 
+def test_the_end_of_a_run_has_nothing_to_go_on_with(run: Path) -> None:
+    save(run / "step-3", 3, config := written(run))
+    shorter = config.model_copy(
+        update={"train": config.train.model_copy(update={"length": Duration(amount=3)})}
+    )
+    assert last_words(shorter) == f"{run}/step-3 is the end of this run"
+
+
 def test_whatever_ends_it_says_so_but_what_never_began(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(COMMAND)
     monkeypatch.setattr("sys.argv", ["/bin/polyreme", "train", "x.toml"])
     config = written(run)
     for error in (DataError("no"), ValueError("no"), KeyboardInterrupt()):
-        with pytest.raises(type(error)) as caught, endings.told(config, speaks=True, knows=True):
+        begun = config_of(run / type(error).__name__, checkpoint={})
+        with pytest.raises(type(error)) as caught, endings.told(begun, speaks=True, knows=True):
+            Path(begun.checkpoint.folder).mkdir(parents=True)
+            log = Path(begun.checkpoint.folder, "log.jsonl")
+            log.write_text('{"kind": "run"}\n{"kind": "step"}\n')
             raise error
         assert caught.value.__notes__ == [
             "there is no complete checkpoint yet; this begins anew:\n  polyreme train x.toml"
         ]
+    (run / "log.jsonl").parent.mkdir(parents=True, exist_ok=True)
+    (run / "log.jsonl").write_text('{"kind": "run"}\n{"kind": "step"}\n')  # of a run before
+    with pytest.raises(ModelError) as early, endings.told(config, speaks=True, knows=True):
+        (run / "log.jsonl").write_text('{"kind": "run"}\n{"kind": "step"}\n{"kind": "run"}\n')
+        raise ModelError("no")
+    assert not hasattr(early.value, "__notes__")
     problem = ConfigError([Problem("batch.size", 0, "no", "1")])
     for ended in (problem, typer.Exit(3)):
         with pytest.raises(type(ended)) as silent, endings.told(config, speaks=True, knows=True):

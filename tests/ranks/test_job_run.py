@@ -76,6 +76,12 @@ def validation_loss(folder: Path, config: Config, checkpoint: str, dtype: torch.
     return float(out.loss)
 
 
+def test_a_text_of_fewer_tokens_says_how_many() -> None:
+    config = Config.load(DEMO, ["data.vocab_size=100000"])
+    [said] = train_module._fewer_tokens(config, 9338)
+    assert said.startswith("the tokenizer has 9,338 tokens, and not data.vocab_size = 100,000: ")
+
+
 def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
     write_text(tmp_path)
     status, output, errors = polyreme(tmp_path, "train", str(DEMO), *sets(SMALL))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from polyreme.distributed.environment import COMMAND
-from polyreme.errors import ConfigError, PolyremeError
+from polyreme.errors import ConfigError
 
 if TYPE_CHECKING:
     from polyreme.config import Config
@@ -24,20 +24,23 @@ if TYPE_CHECKING:
 
 @contextmanager
 def told(config: Config, speaks: bool, knows: bool) -> Iterator[None]:
-    """Add to an error, or to Ctrl-C, that ends the run of `config`: its newest complete checkpoint, and the
-    command that goes on from it.
+    """Add to an error that ends the training of `config` after its first step, or to a signal: its newest
+    complete checkpoint, and the command that goes on from it.
 
     speaks: whether this process is to say it, and no other. knows: whether its own command is what the user
     gave; ranks that it starts then know it, too."""
     before = set(Path(config.checkpoint.folder).glob("step-*"))
+    log = Path(config.checkpoint.folder) / LOG_NAME
+    written = log.stat().st_mtime_ns if log.exists() else None
     mine = knows and COMMAND not in os.environ
     if mine:
         os.environ[COMMAND] = typed()
     try:
         yield
     except (KeyboardInterrupt, Exception) as error:
-        usage = isinstance(error, PolyremeError) and error.exit_status == ConfigError.exit_status
-        if speaks and not usage and not isinstance(error, typer.Exit | typer.BadParameter):
+        signalled = isinstance(error, KeyboardInterrupt) or getattr(error, "exit_status", 0) > 128
+        trained = not config.monitor.jsonl or (log.exists() and _has_step(log, written))
+        if speaks and (signalled or trained) and not isinstance(error, _USAGE):
             from polyreme.job.ending import last_words
 
             error.add_note(last_words(config, before))
@@ -45,6 +48,16 @@ def told(config: Config, speaks: bool, knows: bool) -> Iterator[None]:
     finally:
         if mine:
             del os.environ[COMMAND]
+
+
+_USAGE = (ConfigError, typer.Exit, typer.BadParameter)
+LOG_NAME = "log.jsonl"  # as polyreme.monitor has it, which imports torch
+
+
+def _has_step(log: Path, before: int | None) -> bool:
+    """Whether a run that began since the log was written `before` has done a step."""
+    text = log.read_text("utf-8", errors="replace") if log.stat().st_mtime_ns != before else ""
+    return '"kind": "step"' in text.rpartition('"kind": "run"')[2]
 
 
 def typed() -> str:

@@ -64,15 +64,30 @@ def ended(config: Config) -> str | None:
             return None
     except CheckpointError:
         return None
-    try:
-        progress = Progress(*(int(found.state[name]) for name in ("step", "samples", "tokens")))
-    except (KeyError, TypeError, ValueError):
+    if (progress := _progress(found)) is None:
         return None
     changes = changed_keys(found.config, config)
     if not config.train.length.reached(progress) or any(key.startswith("model.") for key in changes):
         return None
     lines = [told(key, *values) for key, values in changes.items()]
     return nothing_to_do(config, str(newest), progress.steps, progress.tokens, lines)
+
+
+def is_end(checkpoint: Path, config: Config) -> bool:
+    """Whether a whole checkpoint is the end of a run of such a length."""
+    try:
+        found = manifest.read(checkpoint)
+    except CheckpointError:
+        return False
+    progress = _progress(found) if found is not None else None
+    return progress is not None and config.train.length.reached(progress)
+
+
+def _progress(found: manifest.Resume) -> Progress | None:
+    try:
+        return Progress(*(int(found.state[name]) for name in ("step", "samples", "tokens")))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def nothing_to_do(config: Config, checkpoint: str, steps: int, tokens: int, changes: Sequence[str]) -> str:

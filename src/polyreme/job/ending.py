@@ -16,6 +16,7 @@ from polyreme.checkpoint.run_directory import RunDirectory, is_whole
 from polyreme.config import Config
 from polyreme.distributed.environment import COMMAND
 from polyreme.errors import CheckpointError
+from polyreme.job.ended import is_end
 from polyreme.job.resume import origin
 
 
@@ -26,6 +27,8 @@ def last_words(config: Config, before: Collection[Path] = ()) -> str:
         found = _newest(config, before)
     except OSError as error:  # a folder that cannot be read any more
         return f"{config.checkpoint.folder} cannot be read ({error.strerror})"
+    if found is not None and is_end(found, config):
+        return f"{found} is the end of this run"
     command = command_from(found, config)
     if found is None:
         said, how = "there is no complete checkpoint yet", "begins anew"

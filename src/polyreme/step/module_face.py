@@ -14,9 +14,11 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
+from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.watch import collective
 from polyreme.errors import BatchError, ModelError, warn
+from polyreme.layout.mesh_axes import AXES
 from polyreme.step import whole_tensors
 from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.grad_mode import with_gradients
@@ -75,8 +77,16 @@ class ModuleFace:
     mesh: Mesh
     _training: Training
     _checkpoints: Checkpoints
+    config: Config
+    state: Any
     _parameter_count: int
     _take_in_writes: Callable[[], None]
+
+    def __repr__(self) -> str:
+        parts = [type(self.module).__name__, f"{self._parameter_count:,} parameters"]
+        parts += [f"mesh.{axis}={size}" for axis in AXES if (size := getattr(self.mesh, axis).size) > 1]
+        parts += [f"zero.stage={self.config.zero.stage}", f"step={self.state.step}"]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     @property
     def parameter_count(self) -> int:
