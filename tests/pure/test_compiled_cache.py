@@ -56,7 +56,8 @@ def test_a_second_process_compiles_nothing_and_has_the_same_bits(home: Path) -> 
     assert (home / "polyreme").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("file", ["adam.nbi", pytest.param("adam.1.nbc", marks=whole)])
+@whole
+@pytest.mark.parametrize("file", ["adam.nbi", "adam.1.nbc"])
 def test_a_file_that_is_not_whole_is_compiled_anew(home: Path, file: str) -> None:
     first, _ = update()
     kept = home / "polyreme" / file

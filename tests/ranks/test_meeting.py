@@ -121,7 +121,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=[whole] if each == "hangs" else []) for each in OTHERS]
+    "kind", [pytest.param(each, marks=[] if each in ("mute", "http") else [whole]) for each in OTHERS]
 )
 def test_what_is_no_store_is_told_within_the_time(kind: str) -> None:
     speak, said = OTHERS[kind]
@@ -132,7 +132,7 @@ def test_what_is_no_store_is_told_within_the_time(kind: str) -> None:
     assert time.monotonic() - began < 40
 
 
-@pytest.mark.parametrize("kind", ["mute", "ssh", "hangs"])
+@pytest.mark.parametrize("kind", ["mute", *(pytest.param(each, marks=whole) for each in ("ssh", "hangs"))])
 def test_a_launcher_says_so_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "ANSWER", 1.0)
     speak, said = OTHERS[kind]

@@ -4,6 +4,7 @@ derivatives of derivatives."""
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -233,6 +234,7 @@ def refused(rank: int, world: int, stage: int) -> dict[str, str]:
 
 
 def refused_at_stages(rank: int, world: int) -> list[dict[str, str]]:
+    gc.unfreeze()  # engines of other tests, which may be garbage since the pool froze them
     return [refused(rank, world, stage) for stage in (2, 3)]
 
 
@@ -260,6 +262,7 @@ def test_what_cannot_work_says_what_does(ranks: Ranks) -> None:
 
 def earlier(rank: int, world: int) -> None:
     """Backwards of forwards that are not the last one count for their own micro-batches, or are refused."""
+    gc.unfreeze()  # engines of other tests, which may be garbage since the pool froze them
     config = {"batch": {"size": 4 * world, "micro": 2}}
     x = data(0)[:, None].expand(-1, 3, -1).clone()
     y = torch.randint(6, (training.SAMPLES, 3), generator=torch.Generator().manual_seed(1))
