@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from polyreme.distributed.process_group import GROUPS
 from polyreme.launch.processes import die_with_parent
+from polyreme.step.user_backward import listeners
 
 WARM_RANKS = 8  # idle ranks kept over all world sizes; beyond it the pool used longest ago goes
 _NOTHING = pickle.dumps(None)
@@ -306,5 +307,7 @@ def _tidy() -> None:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         GROUPS.forget()
+    for listener in listeners():  # of engines that something of the job still holds
+        listener.close()  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()  # what is left are imported modules; not to visit them again makes the next collection quick
