@@ -101,7 +101,7 @@ BUDGETS = {
     "optim": 1378,
     "pipeline": 1204,
     "planner": 240,
-    "step": 3920,
+    "step": 3923,
     "tensor": 1902,
     "zero": 2751,
     "": 431,

@@ -70,11 +70,13 @@ class Passes:
         self._objective, self._activations = objective, activations
         self._follow(pipeline)
         self._looked = mesh.pp.size == 1  # at the loss of a pipeline
-        named, repeated = [*objective.model.named_modules()], (nn.ModuleList, nn.Sequential)
-        self._lists = tuple(f"{name}.".lstrip(".") for name, m in named if isinstance(m, repeated))
-        self._parameters = [*objective.model.named_parameters()]
+        model, repeated = objective.model, (nn.ModuleList, nn.Sequential)
+        lists = (name for name, m in model.named_modules() if isinstance(m, repeated))
+        self._lists = tuple(f"{name}.".lstrip(".") for name in lists)
+        # a pipeline has the parameters that it began with; without one, `refresh` may replace them
+        self._parameters = [] if self._looked else [*model.named_parameters()]
         self._of_blocks = {id(p): name for name, p in self._parameters if name.startswith(self._lists)}
-        self._absent = [] if objective.is_own else absent(objective.model)
+        self._absent = [] if objective.is_own else absent(model)
         self._runner = Runner(pipeline.rank_of, mesh.pp, mesh.device, stages)
 
     def _follow(self, pipeline: PipelineRank) -> None:
@@ -210,9 +212,7 @@ class Passes:
 
         def loss(i: int, output: Any) -> None:
             with self._activations.measured(), self.autocast():
-                looked = self._looked or self._objective.is_own or self._config.compile
-                watched = Unrecorded(self._of_blocks, huggingface.tensors_in(output))
-                with shown(self._absent), nullcontext() if looked else watched:
+                with shown(self._absent), self._watched(output):
                     losses[i] = self._loss(output, micro_batches[i].batch, weights[i])
                 self._look_at(output, *losses[i])
             self._activations.end_microbatch()
@@ -233,6 +233,12 @@ class Passes:
         states = self.step.states
         with nullcontext() if states is None or self._objective.is_own else states.parts:
             return self._objective.loss(output, batch, weight)
+
+    def _watched(self, output: Any) -> AbstractContextManager[object]:
+        """Refuses what a script's loss in a pipeline reads without a graph."""
+        if self._looked or self._objective.is_own or self._config.compile:
+            return nullcontext()
+        return Unrecorded(self._of_blocks, huggingface.tensors_in(output))
 
     def _look_at(self, output: Any, loss: Tensor, weight: float) -> None:
         """Refuse a loss that the stages of a pipeline cannot compute; a model's own is looked at once."""
