@@ -26,7 +26,8 @@ from typing import Any
 
 BENCH = Path(__file__).resolve().parent
 sys.path[:0] = [str(BENCH.parent / "tests")]
-OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce")
+OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "message")
+"""A message goes from each rank to the next one, all at the same time."""
 WAYS = {
     "polyreme": "an axis, as in training: shared memory within a host, MPI between hosts",
     "polyreme, MPI alone": "an axis with mesh.shared_memory = false",
@@ -40,7 +41,7 @@ STEP, AXES = "step", ("polyreme", "polyreme, MPI alone", "polyreme, gloo")
 MESHES: dict[str, dict[str, Any]] = dict(
     zip(AXES, ({}, {"shared_memory": False}, {"shared_memory": False, "backend": "gloo"}), strict=True)
 )
-UNITS = {"K": 2**10, "M": 2**20}
+UNITS = {"B": 1, "K": 2**10, "M": 2**20}
 
 
 def size_of(text: str) -> int:
@@ -131,6 +132,7 @@ def _turns(
 
     n, rank = comm.size, comm.rank
     turns: dict[str, Callable[[], object]] = {}
+    mine, other = torch.ones(numbers), torch.empty(numbers)
     for name, axis in axes.items():
         full = axis.empty(numbers, torch.float32, torch.device("cpu")).fill_(1)
         part = axis.empty(numbers // n, torch.float32, torch.device("cpu")).fill_(rank)
@@ -138,6 +140,8 @@ def _turns(
             "all-gather": lambda a=axis, f=full, p=part: a.all_gather(f, p).settle(),
             "reduce-scatter": lambda a=axis, f=full, p=part: a.reduce_scatter(p, f).settle(),
             "all-reduce": lambda a=axis, f=full: a.all_reduce(f).settle(),
+            "all-to-all": lambda a=axis, f=full: a.all_to_all(other, f).settle(),
+            "message": lambda a=axis: _message(a, mine, other),
         }[operation]
     full, part = torch.ones(numbers), torch.ones(numbers // n)
     for name, group in groups.items():
@@ -150,6 +154,8 @@ def _turns(
             "all-gather": lambda g=group: dist.all_gather_single(full, part, group=g),
             "reduce-scatter": scatter,
             "all-reduce": lambda g=group: dist.all_reduce(full, group=g),
+            "all-to-all": lambda g=group: dist.all_to_all_single(torch.empty_like(full), full, group=g),
+            "message": lambda g=group: _torch_message(g, full, n, rank),
         }[operation]
     whole, shard, received = full.numpy(), part.numpy(), torch.empty(numbers)
 
@@ -164,8 +170,27 @@ def _turns(
             f"{RAW}, all-to-all": exchanged,
         },
         "all-reduce": {RAW: lambda: comm.Allreduce(MPI.IN_PLACE, whole)},
+        "all-to-all": {RAW: lambda: comm.Alltoall(whole, received.numpy())},
+        "message": {
+            RAW: lambda: comm.Sendrecv(whole, (rank + 1) % n, 0, received.numpy(), (rank - 1) % n, 0)
+        },
     }[operation]
     return {**turns, **raw}
+
+
+def _message(axis: Any, sent: Any, received: Any) -> None:
+    sending = axis.send(sent, (axis.rank + 1) % axis.size)
+    axis.receive(received, (axis.rank - 1) % axis.size).wait()
+    sending.settle()
+
+
+def _torch_message(group: Any, sent: Any, size: int, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    sending = dist.isend(sent, group=group, group_dst=(rank + 1) % size)
+    dist.recv(torch.empty_like(sent), group=group, group_src=(rank - 1) % size)
+    sending.wait()
 
 
 # ---- the table
@@ -251,7 +276,7 @@ def main() -> int:
     parser.add_argument("--library", default="mpich", choices=("mpich", "openmpi"))
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--ranks", type=int, default=2, help="in all")
-    parser.add_argument("--sizes", default="64K,256K,1M,4M,16M,64M", help="bytes of the whole buffer")
+    parser.add_argument("--sizes", default="16B,2K,64K,256K,1M,4M,16M,64M", help="bytes of the whole buffer")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--step", default="", metavar="SIZE", help="also a step of this model, such as 60m")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")

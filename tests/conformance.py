@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -44,7 +45,8 @@ def conforms(rank: int, world: int, kind: str) -> None:
     axis = axis_over(kind, rank, world)
     assert axis.backend.kind == (kind if kind != "shared memory" or heap() else "gloo direct")
     assert axis.backend.deterministic == (kind != "process group")
-    cpu, sent = torch.device("cpu"), {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    cpu = torch.device("cpu")
+    sent = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0, "all_to_all": 0}
     for size in (1, 64, 5000):
         for dtype in DTYPES:
             shard = axis.empty(size, dtype, cpu).copy_(alike(size, dtype))
@@ -70,12 +72,29 @@ def conforms(rank: int, world: int, kind: str) -> None:
             assert torch.equal(shard, alike(size, dtype))
             sent["all_gather"] += 2 * (world - 1) * size * dtype.itemsize
             sent["all_reduce"] += axis.backend.bytes_of_all_reduce(world * size * dtype.itemsize)
+            parts = axis.empty(world * size, dtype, cpu).copy_(alike(size, dtype).repeat(world))
+            axis.all_to_all(got := torch.zeros_like(parts), parts, of=" of a test").settle()
+            assert torch.equal(got, parts), (size, dtype)
+            # a rank gets as many as its number times `size`, the first none
+            whole = alike(world * size, dtype).repeat_interleave(2)[: size * world * (world - 1) // 2]
+            given, taken = [size * to for to in range(world)], [size * rank] * world
+            got = torch.full((sum(taken),), -1.0, dtype=dtype)
+            axis.all_to_all(got, whole, taken, given).settle()
+            assert torch.equal(got, whole.split(given)[rank].repeat(world)), (size, dtype)
+            others = (world - 1) * size + sum(given) - given[rank]
+            sent["all_to_all"] += others * dtype.itemsize
     assert {name: axis.counts[name].bytes for name in sent} == sent
-    sending = axis.send(alike(9, torch.float32), (rank + 1) % world)
-    got = torch.full((9,), -1.0)
-    axis.receive(got, (rank - 1) % world).wait()
-    sending.settle()
-    assert torch.equal(got, alike(9, torch.float32))
+    with pytest.raises(ValueError, match="parts of 1, 2 elements are not a tensor of 4"):
+        axis.all_to_all(torch.ones(4), torch.ones(4), [1, 2], [1, 2])
+    for size in (0, 9, 70_000):
+        mine = [axis.empty(size, torch.float32, cpu).copy_(alike(size, torch.float32)), torch.ones(2, 3)]
+        sending = [axis.send(each, (rank + 1) % world) for each in mine]
+        got, other = torch.full((size,), -1.0), torch.zeros(2, 3)
+        works = [axis.receive(each, (rank - 1) % world) for each in (got, other)]
+        for work in [*works[::-1], *sending]:  # received in the order of their sends, whoever is waited for
+            work.settle()
+        assert torch.equal(got, mine[0])
+        assert torch.equal(other, mine[1])
     assert axis.gather_objects({"a": [1, 2]}) == [{"a": [1, 2]}] * world
     assert axis.gather_objects("x" * 5000) == ["x" * 5000] * world  # more than goes at once
     axis.barrier()

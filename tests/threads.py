@@ -197,6 +197,13 @@ class Threads:
 
         return self._begin(f"reduce-scatter{of}", full, add)
 
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], of: str) -> Work:
+        def fill(parts: Sequence[Sequence[Tensor]]) -> None:
+            for place, part in zip(received, parts, strict=True):
+                put(place, part[self._rank])
+
+        return self._begin(f"all-to-all{of}", sent, fill)
+
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._begin("all-reduce", tensor.clone(), lambda parts: sum_into(tensor, parts, False))
 

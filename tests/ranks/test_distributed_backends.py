@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -9,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import threads
 from conformance import axis_over, conforms
 from polyreme.distributed.mesh import Axis
+from polyreme.distributed.shared_memory import heap
 from polyreme.distributed.simulated import Simulated
 from polyreme.errors import TransportError
 from pool import Ranks
@@ -26,6 +29,66 @@ def test_a_backend_keeps_to_its_contract(ranks: Ranks, world: int, kind: str) ->
         (threads.run if kind == "threads" else ranks)(world, conforms, kind)
 
 
+def gives_to_each(rank: int, world: int, kind: str) -> None:
+    """Ranks give others as many numbers as each pair has: some none, more than RING times."""
+    axis = axis_over(kind, rank, world)
+    for number in range(300):
+        counts = [[(7 * a + 3 * b + number) % 5 * 100 for b in range(world)] for a in range(world)]
+        mine = [torch.full((count,), 10.0 * rank + to) for to, count in enumerate(counts[rank])]
+        sizes = [each[rank] for each in counts]
+        got = torch.empty(sum(sizes))
+        axis.all_to_all(got, torch.cat(mine), sizes, counts[rank]).wait()
+        wanted = [torch.full((size,), 10.0 * source + rank) for source, size in enumerate(sizes)]
+        assert torch.equal(got, torch.cat(wanted)), number
+
+
+def sends_many(rank: int, world: int, kind: str) -> None:
+    """More messages than a board has places, of many sizes; received later than sent."""
+    axis = axis_over(kind, rank, world)
+    if rank == 0:
+        mine = [torch.full((number % 7 * 300 + 1,), float(number)) for number in range(600)]
+        for work in [axis.send(each, 1) for each in mine]:
+            work.settle()
+    else:
+        places = [torch.empty(number % 7 * 300 + 1) for number in range(600)]
+        for number, place in enumerate(places):
+            axis.receive(place, 0).wait()
+            assert bool((place == number).all()), number
+    axis.barrier()
+
+
+def gives_too_little(rank: int, world: int, kind: str) -> None:
+    axis = axis_over(kind, rank, world, timeout=5.0)
+    with (
+        pytest.raises(TransportError, match="rank 1 of axis dp gives 12 bytes and not 16")
+        if rank == 0
+        else (nullcontext())
+    ):
+        if rank:
+            axis.send(torch.ones(3), 0)
+        else:
+            axis.receive(torch.ones(4), 1).wait()
+    with pytest.raises(TransportError, match="gives 8 bytes and not 12") if rank else nullcontext():
+        taken = [1, 2] if rank == 0 else [3, 1]  # rank 1 takes one more than it is given
+        axis.all_to_all(torch.ones(sum(taken)), torch.ones(3), taken, [1, 2] if rank == 0 else [2, 1]).wait()
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_give_each_other_as_much_as_they_have(ranks: Ranks, world: int, kind: str) -> None:
+    (threads.run if kind == "threads" else ranks)(world, gives_to_each, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_messages_arrive_in_their_order(ranks: Ranks, kind: str) -> None:
+    (threads.run if kind == "threads" else ranks)(2, sends_many, kind)
+
+
+@pytest.mark.skipif(heap() is None, reason="no memory that ranks share here")
+def test_sizes_that_differ_are_an_error_at_once(ranks: Ranks) -> None:
+    ranks(2, gives_too_little, "shared memory")
+
+
 def test_simulated_ranks_move_tensors_without_numbers() -> None:
     axis = Axis("dp", 1000, 999, Simulated(1000, 999))
     for device, mode in (("meta", None), ("cpu", FakeTensorMode())):
@@ -34,6 +97,7 @@ def test_simulated_ranks_move_tensors_without_numbers() -> None:
             axis.all_gather(full, shard).settle()
             axis.reduce_scatter(torch.ones(8, device=device), full).settle()
             axis.all_reduce(shard).settle()
+            axis.all_to_all(torch.ones(8000, device=device), full).settle()
     assert axis.counts["all_gather"].bytes == 2 * 999 * 8 * 4
 
 

@@ -25,12 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyreme.distributed.gloo_direct import SMALL, Exchange, GlooDirect
+from polyreme.distributed.gloo_direct import Exchange, GlooDirect
 from polyreme.distributed.mpi import Operation, Step
 from polyreme.distributed.mpi_group import MpiGroup
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.work import Work, reporting
 
+SMALL = 4096
+"""Bytes of a part below which each rank sends its own to every rank of other hosts: that is one trip, and
+passing it on within a host another."""
 LITTLE = 1 << 15
 """Bytes up to which each rank sums for itself: that is one trip, and a chain at least two."""
 PIECE, PIECES = 1 << 20, 16

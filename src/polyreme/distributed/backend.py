@@ -12,7 +12,8 @@ from polyreme.distributed.work import Work
 
 
 class Backend(Protocol):
-    """The collectives of a group of at least two ranks. Tensors are flat and contiguous, and none is empty.
+    """The collectives of a group of at least two ranks. Tensors are flat and contiguous; none is empty, but
+    for parts of an all-to-all.
 
     Every rank begins the same operations in the same order. An operation raises TransportError, when it
     begins or when it is waited for, where a rank has ended or cannot be reached; its output then counts as
@@ -32,6 +33,10 @@ class Backend(Protocol):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
         """Sum `full` over the ranks; this rank's part goes to `out`, in `out`'s dtype, or is added to it."""
+
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], of: str) -> Work:
+        """Give sent[r] to every rank r, and fill received[r] with what it gives; both are consecutive parts
+        of one tensor each, of any sizes. `of` names it in errors."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum `tensor` over the ranks in place, to the same bits on every rank."""

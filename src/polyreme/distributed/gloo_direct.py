@@ -5,17 +5,17 @@ Invariants: a sum over ranks is taken in rank order for each element by itself, 
 where in a buffer the element lies, and in the output's dtype whatever the dtype on the wire. Every rank
 begins the same exchanges in the same order.
 
-Communication: all-gather and reduce-scatter send (n-1)/n of the buffer, half of what gloo's own
+Communication: all-gather, reduce-scatter and all-to-all send (n-1)/n of the buffer, half of what gloo's own
 reduce-scatter sends; all-reduce, which is for little, n-1 times the tensor. Ranks of one host only tell each
-other where a part lies (`shared_memory`) and read it there; to others, and where it is little and no
-all-reduce, it is sent.
+other where a part or a message lies (`shared_memory`) and read it there; to others it is sent, and so is what
+is broadcast.
 Nothing goes through gloo's worker threads: one that still holds a tensor when the interpreter ends aborts the
 process."""
 
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain
@@ -29,13 +29,11 @@ from polyreme.distributed.process_group import of_cpus
 from polyreme.distributed.shared_memory import Board, heap, peer
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import Meeting
-from polyreme.distributed.work import UNSETTLED, Message, Work, reporting
+from polyreme.distributed.work import DONE, UNSETTLED, Message, Work, reporting
 
-SMALL = 4096
-"""Bytes below which numbers are sent even to a rank of the same host: telling it where they lie takes as many
-messages."""
 STAGED = 4
-"""Copies of one size, of tensors that others cannot read where they are, which are kept to be used again."""
+"""Copies of about one size, of tensors that others cannot read where they are, which are kept to be used
+again."""
 NUMBERS = SIGNS = 1 << 14
 """A message's tag tells the exchanges from each other, whatever the order in which they are waited for, by
 their number and by what each is about: where ranks do not begin the same ones, none takes one's numbers for
@@ -64,10 +62,13 @@ class GlooDirect:
 
     def __init__(self, axis: str, size: int, rank: int, group: dist.ProcessGroup) -> None:
         self._axis, self._size, self._rank, self._group = axis, size, rank, group
-        self._board: Board | None = None  # shared with the ranks of this host, if there are others
-        self._staged: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Work]]] = defaultdict(deque)
+        # shared with the ranks of this host, if there are others: of exchanges, and of messages
+        self._board: Board | None = None
+        self._mail: Board | None = None
+        self._staged: dict[int, deque[tuple[Tensor, Work]]] = defaultdict(deque)  # keys: bytes
         self.meeting = Meeting(group)
         self._begun = self._posted = 0  # exchanges, and those of them on the board
+        self._sent, self._received = Counter[int](), Counter[int]()  # messages by mail to and from each rank
 
     @property
     def kind(self) -> str:
@@ -77,11 +78,9 @@ class GlooDirect:
     def meet(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
         """Find the ranks of the axis that are on this host, to read their memory. `gather` returns every
         rank's value; all ranks must call."""
-        mine = heap()
-        board = (
-            None if mine is None else Board(mine, self._axis, self._rank, self._size, timeout.total_seconds())
-        )
-        addresses = gather(None if mine is None or board is None else (mine.address, board.offset))
+        mine, seconds = heap(), timeout.total_seconds()
+        boards = [Board(mine, self._axis, self._rank, self._size, seconds) for _ in range(2) if mine]
+        addresses = gather(mine and (mine.address, [board.offset for board in boards]))
         peers = {
             rank: peer(*address[0])
             for rank, address in enumerate(addresses)
@@ -89,9 +88,10 @@ class GlooDirect:
         }
         can_read = gather([rank for rank, found in peers.items() if found])
         for rank, found in peers.items():
-            if found and self._rank in can_read[rank] and board is not None:
-                board.meet(rank, found, addresses[rank][1])
-                self._board = board
+            if found and self._rank in can_read[rank]:
+                for board, offset in zip(boards, addresses[rank][1], strict=True):
+                    board.meet(rank, found, offset)
+                self._board, self._mail = boards
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._board is not None and device.type == "cpu":
@@ -130,11 +130,18 @@ class GlooDirect:
             lambda _: torch.empty_like(tensor),
             lambda parts: sum_into(tensor, parts, False),
             "all-reduce",
-            least=0,
         )
         if out[self._rank - 1] is not tensor:
             self._unstage(copy, work)
         return work
+
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], of: str) -> Work:
+        def fill(parts: Sequence[Tensor]) -> None:
+            for target, part in zip(received, parts, strict=True):
+                put(target, part)
+
+        sizes = [each.numel() for each in received]
+        return self._begin(sent, received.__getitem__, fill, f"all-to-all{of}", sizes)
 
     def gather_bytes(self, data: bytes) -> Sequence[bytes]:
         mine, found = torch.frombuffer(bytearray(data), dtype=torch.uint8), list[bytes]()
@@ -155,12 +162,42 @@ class GlooDirect:
         return Work(pending, what=what, meeting=self.meeting)
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        with reporting(what := f"send over {self._axis}"):
-            return Work([self._to(tensor, to, TAGS)], what=what, meeting=self.meeting)
+        what, mail = f"send over {self._axis}", self._mail
+        if mail is None or to not in mail.ranks:
+            with reporting(what):
+                return Work([self._to(tensor, to, TAGS)], what=what, meeting=self.meeting)
+        number = self._sent[to]
+        self._sent[to] += 1
+        ready = tensor if mail.heap.offset(tensor) >= 0 else self._stage(tensor.view(-1))
+        with reporting(what, self.meeting):
+            mail.post(to, number, ready)
+        was_read = mail.reading(number, [to])
+
+        def settled(block: bool) -> bool:
+            if block:
+                mail.await_read(to, number)
+            return was_read()
+
+        work = Work((), None, what, settled, self.meeting)
+        UNSETTLED.keep_alive(was_read, [mail.memory, ready])
+        if ready is tensor:
+            return work
+        self._unstage(ready, work)
+        return DONE
 
     def receive(self, tensor: Tensor, source: int) -> Work:
-        with reporting(what := f"receive over {self._axis}"):
-            return Work([self._from(tensor, source, TAGS)], what=what, meeting=self.meeting)
+        what, mail = f"receive over {self._axis}", self._mail
+        if mail is None or source not in mail.ranks:
+            with reporting(what):
+                return Work([self._from(tensor, source, TAGS)], what=what, meeting=self.meeting)
+        number = self._received[source]
+        self._received[source] += 1
+
+        def complete() -> None:
+            put(tensor.view(-1), mail.await_post(source, number, tensor.numel(), tensor.dtype))
+            mail.acknowledge(source, number)
+
+        return Work((), complete, what, meeting=self.meeting)
 
     def _begin(
         self,
@@ -168,21 +205,22 @@ class GlooDirect:
         into: Callable[[int], Tensor],
         finish: Callable[[Sequence[Tensor]], None],
         what: str,
-        least: int = SMALL,
+        sizes: Sequence[int] | None = None,
     ) -> Work:
-        """Begin to give out[r] to every rank r of the axis and to get theirs, all of one size; `finish` is
-        called with what came, in rank order (out[own rank] among it).
+        """Begin to give out[r] to every rank r of the axis and to get theirs, of sizes[r] elements, or all of
+        one size; `finish` is called with what came, in rank order (out[own rank] among it).
 
-        A peer on this host gets told where out[r] lies, and says when it has read it. Others, and all where
-        it has fewer than `least` bytes, get the numbers, received in into(r)."""
-        what = f"{what} over {self._axis} ({out[0].numel()} {out[0].dtype})"
-        board = None if out[0].nbytes < least else self._board
+        A peer on this host gets told where out[r] lies, and says when it has read it. Others get the numbers,
+        received in into(r)."""
+        dtype, board = out[0].dtype, self._board
+        what = f"{what} over {self._axis} ({'' if sizes else f'{out[0].numel()} '}{dtype})"
+        sizes = sizes or [each.numel() for each in out]
         near = board.ranks if board is not None else ()
         exchange = self._next(what, int(board is not None))
         _, number, notice, sign, tag = exchange
         parts, ready = list(out), {id(out[rank]): out[rank] for rank in near}
         for key, each in ready.items():
-            if board is not None and board.heap.offset(each) < 0:
+            if board is not None and each.numel() and board.heap.offset(each) < 0:
                 ready[key] = self._stage(each)
         pending: list[Any] = []
         with reporting(what, self.meeting):
@@ -191,10 +229,11 @@ class GlooDirect:
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 if source not in near:
                     parts[source] = into(source)
-                    pending.append(self._receiving(parts[source], source, tag))
+                    if sizes[source]:
+                        pending.append(self._receiving(parts[source], source, tag))
                 if board is not None and to in near:
                     board.post(to, notice, ready[id(out[to])], sign)
-                else:
+                elif out[to].numel():
                     pending.append(self._sending(out[to], to, tag))
             pending = self._pending_of(what, pending, [*out, *parts])
         if board is None:
@@ -202,7 +241,7 @@ class GlooDirect:
 
         def complete() -> None:
             for source in near:
-                parts[source] = board.await_post(source, notice, out[source].numel(), out[source].dtype, sign)
+                parts[source] = board.await_post(source, notice, sizes[source], dtype, sign)
             finish(parts)
             for source in near:
                 board.acknowledge(source, notice)
@@ -267,12 +306,20 @@ class GlooDirect:
 
     def _place(self, size: int, dtype: torch.dtype) -> Tensor:
         """A tensor that ranks of this host can read, to go back by `_unstage`."""
-        copies = self._staged[size, dtype]
+        nbytes = size * dtype.itemsize
+        copies = self._staged[_about(nbytes)]
         reusable = bool(copies) and copies[0][1].is_settled()
-        return copies.popleft()[0] if reusable else self.empty(size, dtype, self.device)
+        whole = copies.popleft()[0] if reusable else self.empty(_about(nbytes), torch.uint8, self.device)
+        return whole[:nbytes].view(dtype)
 
     def _unstage(self, copy: Tensor, last: Work) -> None:
-        """Keep `copy` for another tensor of its size, to which it can be given once `last` is settled."""
-        copies = self._staged[copy.numel(), copy.dtype]
+        """Keep `copy` for another tensor of about its size, to which it can be given once `last` is
+        settled."""
+        copies = self._staged[_about(copy.nbytes)]
         if len(copies) < STAGED:
-            copies.append((copy, last))
+            copies.append((copy.view(torch.uint8).as_strided([_about(copy.nbytes)], [1]), last))
+
+
+def _about(nbytes: int) -> int:
+    """A size that others, which are a little smaller, have in common."""
+    return 1 << (nbytes - 1).bit_length()

@@ -44,8 +44,7 @@ from polyreme.files.machine import boot
 from polyreme.layout.mesh_axes import AXES, lines
 
 SIZE, SHORT = 8, 2040
-"""Bytes of a length, and of the beginning of an object that is exchanged with it: most are no longer.
-Together they are less than `gloo_direct.SMALL`: sockets carry them."""
+"""Bytes of a length, and of the beginning of an object that is exchanged with it: most are no longer."""
 
 
 @dataclass
@@ -115,6 +114,26 @@ class Axis:
         self._count("reduce_scatter", (self.size - 1) * _bytes(full) // self.size)
         return self.backend.reduce_scatter(out, full, accumulate, of)
 
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int] | None = None,
+        sent_sizes: Sequence[int] | None = None,
+        of: str = "",
+    ) -> Work:
+        """Give every rank its part of `sent`, and fill `received` with the parts that the ranks give to this
+        one, in rank order. Parts are of equal sizes, or have these many elements, which may be none: what
+        one rank gives to another is what that one takes of it. `of` names it in errors.
+
+        `sent` must stay untouched until the work is done. Raises ValueError where sizes do not add up."""
+        taken, given = self._parts(received, received_sizes), self._parts(sent, sent_sizes)
+        if self.size == 1:
+            put(received, sent)
+            return DONE
+        self._count("all_to_all", _bytes(sent) - _bytes(given[self.rank]))
+        return self.backend.all_to_all(taken, given, of)
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum `tensor` (contiguous, of any shape) over the ranks in place; the result is the same to the last
         bit on every rank."""
@@ -177,6 +196,13 @@ class Axis:
         """A flat tensor, not initialised, that ranks of this host can read: it is exchanged without a
         copy."""
         return self.backend.empty(size, dtype, device)
+
+    def _parts(self, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+        sizes = sizes or [tensor.numel() // self.size] * self.size
+        if sum(sizes) != tensor.numel():
+            known = ", ".join(map(str, sizes))
+            raise ValueError(f"parts of {known} elements are not a tensor of {tensor.numel()}")
+        return tensor.split([*sizes])
 
     def _count(self, operation: str, sent: int) -> None:
         count = self.counts[operation]

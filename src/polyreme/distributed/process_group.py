@@ -57,6 +57,14 @@ class ProcessGroup:
             pending = [scatter(part, wide, group=self._group, async_op=True)]
             return Work(pending, lambda: sum_into(out, [part], accumulate), what)
 
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], of: str) -> Work:
+        taken, given = ([part.numel() for part in parts] for parts in (received, sent))
+        with reporting(what := f"all-to-all{of} over {self._axis}"):
+            pending = dist.all_to_all_single(
+                _whole(received), _whole(sent), taken, given, group=self._group, async_op=True
+            )
+            return Work([pending], what=what)
+
     def all_reduce(self, tensor: Tensor) -> Work:
         with reporting(what := f"all-reduce over {self._axis}"):
             return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], what=what)
@@ -87,6 +95,11 @@ class ProcessGroup:
 
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         return 2 * (self._size - 1) * nbytes // self._size
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    """The tensor of which these are consecutive parts."""
+    return parts[0].as_strided([sum(part.numel() for part in parts)], [1])
 
 
 TIMEOUT, WITHIN = timedelta(minutes=10), timedelta(minutes=2)

@@ -169,18 +169,18 @@ class Peer:
 
 class Board:
     """Notices of one rank of an axis to the others on its host, for exchanges that are numbered alike on all
-    of them.
+    of them, or for messages, which are numbered by each two.
 
     Words `[0, to, exchange % RING]` say that a buffer for rank `to` is ready, and where; words `[1, of,
     exchange % RING]` that rank `of`'s buffer has been read; words `[2, to, exchange % RING]` are signs of
-    what the exchanges are about: ranks with different ones do not meet. A last word is 1 until nobody has the
-    board any more, which then reads nothing more; others wait for it in vain. `memory` holds what the board
-    says beyond its end; nothing else ever takes its place. `offset` is where it lies in this process'
-    heap."""
+    what the exchanges are about: ranks with different ones do not meet; words `[3, to, exchange % RING]` are
+    the buffers' bytes. A last word is 1 until nobody has the board any more, which then reads nothing more;
+    others wait for it in vain. `memory` holds what the board says beyond its end; nothing else ever takes its
+    place. `offset` is where it lies in this process' heap."""
 
     def __init__(self, heap: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
         self.heap, self._axis, self._rank, self._timeout = heap, axis, rank, timeout
-        self._shape = (3, size, RING)
+        self._shape = (4, size, RING)
         self._size = math.prod(self._shape)
         self.memory, self.offset = heap.reserve(8 * (self._size + 1), again=False)
         words = np.ndarray(self._size + 1, np.int64, self.memory)
@@ -201,15 +201,26 @@ class Board:
         self._others[rank] = other, words[:-1].reshape(self._shape), words[-1:]
 
     def post(self, to: int, exchange: int, buffer: Tensor, sign: int = 0) -> None:
-        """Say that `buffer`, which is in the heap, is ready for rank `to`."""
+        """Say that `buffer`, which is in the heap or empty, is ready for rank `to`."""
         if exchange >= RING:
             self.await_read(to, exchange - RING)
         self._mine[2, to, exchange % RING] = sign
-        self._mine[0, to, exchange % RING] = _word(exchange, self.heap.offset(buffer))
+        self._mine[3, to, exchange % RING] = buffer.nbytes
+        self._mine[0, to, exchange % RING] = _word(
+            exchange, self.heap.offset(buffer) if buffer.numel() else 0
+        )
 
     def await_post(self, source: int, exchange: int, size: int, dtype: torch.dtype, sign: int = 0) -> Tensor:
-        """The buffer of rank `source`, where it lies, once it is ready."""
+        """The buffer of rank `source`, where it lies, once it is ready. Raises TransportError where it has
+        another size."""
         offset = (self._await(source, 0, exchange, sign) & ((1 << OFFSET_BITS) - 1)) - 1
+        nbytes = int(self._others[source][1][3, self._rank, exchange % RING])
+        if nbytes != size * dtype.itemsize:
+            raise TransportError(
+                f"rank {source} of axis {self._axis} gives {nbytes:,} bytes and not {size * dtype.itemsize:,}"
+            )
+        if not size:
+            return torch.empty(0, dtype=dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable")
             return torch.frombuffer(self._others[source][0].read(offset, size * dtype.itemsize), dtype=dtype)
@@ -232,10 +243,12 @@ class Board:
         """Return when rank `to` has read its buffer."""
         self._await(to, 1, exchange)
 
-    def reading(self, exchange: int) -> Callable[[], bool]:
-        """Tells whether all ranks have read their buffers, or never will."""
+    def reading(self, exchange: int, ranks: Collection[int] | None = None) -> Callable[[], bool]:
+        """Tells whether all these ranks, by default all that were met, have read their buffers, or never
+        will."""
         waiting_for = [
-            (words[1, self._rank, exchange % RING :][:1], there) for _, words, there in self._others.values()
+            (words[1, self._rank, exchange % RING :][:1], there)
+            for _, words, there in (self._others[rank] for rank in ranks or self._others)
         ]
         return lambda: all(_is_about(int(word[0]), exchange) or not there[0] for word, there in waiting_for)
 

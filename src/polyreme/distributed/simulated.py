@@ -35,6 +35,15 @@ class Simulated:
         sum_into(out, [full.chunk(self._size)[self._rank]] * self._size, accumulate)
         return DONE
 
+    def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], of: str) -> Work:
+        """What every other rank gives to one in this one's place; zeros where that is too little."""
+        part = sent[self._rank]
+        for target in received:
+            known = min(target.numel(), part.numel())
+            target[:known].copy_(part[:known])
+            target[known:].zero_()
+        return DONE
+
     def all_reduce(self, tensor: Tensor) -> Work:
         sum_into(tensor, [tensor.clone()] * self._size, False)
         return DONE
