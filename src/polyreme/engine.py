@@ -91,7 +91,7 @@ def initialize(
     ranks = everyone(*how_to_meet(lambda: Config.load(given)))
     config = same_config(ranks, lambda: Config.load(given).resolve(ranks.size))
     mesh = Mesh.open(
-        {name: getattr(config.mesh, name) for name in ("dp", "tp", "pp", "cp", "ep")},
+        config.axes,
         config.mesh.order,
         timeout=timedelta(seconds=config.mesh.timeout),
         shared_memory=config.mesh.shared_memory,
@@ -297,7 +297,7 @@ class Engine(ModuleFace):
         if done != count and not (last and done):
             raise BatchError(
                 f"{call}() after {done} backward() calls, but batch.size = "
-                f"{self.config.batch.size} over {self.mesh.dp.size} ranks with "
+                f"{self.config.batch.size} over {self.mesh.data.size} ranks with "
                 f"batch.micro = {self.config.batch.micro} makes {count} a step"
                 + (f": call {call}(last=True) where the data ends before" if done else "")
             )
@@ -400,7 +400,7 @@ class Engine(ModuleFace):
         self._training.sleep.refuse()
         self.wait()
         self._take_in_writes()
-        for axis in (self.mesh.dp, self.mesh.tp):
+        for axis in (self.mesh.loss, self.mesh.tp):
             same_model(axis, self.module, {})
         old, unchanged = self._training, self._training.placement.unchanged
         refuse_own_shapes([*old.updates])
@@ -547,7 +547,7 @@ class Engine(ModuleFace):
     def _normalised(self) -> set[Tensor]:
         """Have batch norms go by the config; the buffers that are alike on all ranks then."""
         dtype = master_dtype(DTYPES[self.config.precision.compute])
-        return normalise(self.module, self.mesh.dp, self.config.batch_norm == "sync", dtype, self.patches)
+        return normalise(self.module, self.mesh.loss, self.config.batch_norm == "sync", dtype, self.patches)
 
     def _train(self, placement: Placement, made: Recipe, synced: set[Tensor]) -> None:
         """Train what was placed, by the optimizers of `made`; `synced`: see `_normalised`."""

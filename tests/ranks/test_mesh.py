@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyreme.distributed.mesh import AXES, SHORT, Axis, Mesh, lines, names_apart
+import threads
+from polyreme.distributed.mesh import AXES, SHORT, Axis, Mesh, SimulatedMesh, lines, names_apart
 from polyreme.distributed.shared_memory import heap
 from polyreme.distributed.sums import CHUNK
 from polyreme.errors import TransportError
@@ -225,7 +226,7 @@ def parts(rank: int, world: int, members: list[int]) -> None:
         )
         for shared in (True, False):
             mesh = Mesh.open({"pp": world}, shared_memory=shared)
-            part = mesh.part("pp", members)
+            part = mesh.among("pp", members)
             assert (part.size, part.rank) == (
                 (len(members), members.index(rank)) if rank in members else (1, 0)
             )
@@ -255,6 +256,61 @@ def test_two_axes(ranks: Ranks, order: tuple[str, ...]) -> None:
             outer: (rank // 2, strided[rank]),
             "pp": (0, [rank]),
         }
+
+
+def products(rank: int, world: int, order: tuple[str, ...]) -> None:
+    """An axis over several axes has all collectives of its own, as those simulated have."""
+    sizes = {"dp": 2, "tp": world // 4, "pp": 2}
+    mesh = Mesh.open(sizes, order)
+    simulated = SimulatedMesh.of(sizes, order, rank, torch.device("cpu"))
+    for names in (
+        ("dp", "tp"),
+        ("pp", "loss"),
+        ("data", "cp"),
+        ("tp", "pp"),
+        ("pp", "dp", "tp"),
+        ("cp", "ep"),
+    ):
+        axis, planned = mesh.axis(*names), simulated.axis(*names)
+        assert axis is mesh.axis(*names[::-1])
+        assert (axis.name, axis.size, axis.rank) == (planned.name, planned.size, planned.rank)
+        members = next((line for line in mesh.lines(*names) if rank in line), [rank])
+        assert axis.gather_objects(rank) == members == sorted(members)
+        out, full = torch.empty(3), torch.arange(3.0 * axis.size) + rank
+        axis.reduce_scatter(out, full).wait()
+        ranks = float(sum(members))
+        assert torch.equal(out, axis.size * (torch.arange(3.0) + 3 * axis.rank) + ranks)
+        whole = torch.empty(axis.size)
+        axis.all_gather(whole, torch.tensor([float(rank)])).wait()
+        assert whole.tolist() == members
+    assert mesh.data is mesh.loss is mesh.shard is mesh.dp
+    assert mesh.world.gather_objects(rank) == [*range(world)] == mesh.gather_objects(rank)
+    pairs = [each.split("loss", 1, ("alone", "others")) for each in (mesh, simulated)]
+    assert [[(a.name, a.size, a.rank) for a in pair] for pair in pairs] == [
+        [("alone", 1, 0), ("others", 2, mesh.dp.rank)]
+    ] * 2
+    assert mesh.places(rank) == {"loss": mesh.dp.rank, "tp": mesh.tp.rank, "pp": mesh.pp.rank}
+    assert {*mesh.traffic()} >= {"pp x dp x tp" if world > 4 else "pp x dp"}
+
+
+@pytest.mark.parametrize("order", [AXES, ("tp", "pp", "cp", "ep", "dp")])
+@pytest.mark.parametrize("world", [4, 8])
+def test_several_axes_are_one(ranks: Ranks, world: int, order: tuple[str, ...]) -> None:
+    (ranks if world == 4 else threads.run)(world, products, order)
+
+
+def halves(rank: int, world: int) -> None:
+    mesh = Mesh.open({"dp": world})
+    near, far = mesh.split("loss", 2, ("near", "far"))
+    assert near.gather_objects(rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert far.gather_objects(rank) == [rank % 2, rank % 2 + 2]
+    assert mesh.split("loss", 2, ("near", "far")) == (near, far)
+    near.barrier()
+    assert mesh.traffic() == {"near": {"all_reduce": (1, 4)}}
+
+
+def test_an_axis_is_split_into_two(ranks: Ranks) -> None:
+    ranks(4, halves)
 
 
 def test_machines_with_the_same_name_are_told_apart() -> None:

@@ -104,7 +104,7 @@ class Config(Keys):
     def fitted(self, micro: int) -> Config:
         """This resolved config with micro-batches of at most `micro` samples, where they are left to us.
         Raises ConfigError where a step cannot have several."""
-        config, world_size = self._replaced({}), math.prod(int(getattr(self.mesh, axis)) for axis in AXES)
+        config, world_size = self._replaced({}), math.prod(self.axes.values())
         config._fits = micro
         if micro >= int(self.batch.micro):
             return config
@@ -129,15 +129,31 @@ class Config(Keys):
         return self._fits is None and self.batch.micro != 1 and self._origin("batch.micro") == "derived"
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The size of each axis of the mesh. Raises ConfigError before `resolve`."""
+        return {name: self._resolved(f"mesh.{name}") for name in AXES}
+
+    @property
+    def data_parallel(self) -> int:
+        """How many ranks have other samples. Raises ConfigError before `resolve`."""
+        return self._resolved("mesh.dp")
+
+    @property
+    def share(self) -> int:
+        """Samples of a global batch on one rank. Raises ConfigError before `resolve`."""
+        return self.batch.size // self.data_parallel
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches of one optimizer step on one rank. Raises ConfigError before `resolve`."""
-        dp, micro = self.mesh.dp, self.batch.micro
-        if dp == "auto" or micro == "auto":
-            key = "mesh.dp" if dp == "auto" else "batch.micro"
+        return self.share // self._resolved("batch.micro")
+
+    def _resolved(self, key: str) -> int:
+        if (value := self.value(key)) == "auto":
             raise ConfigError(
                 [Problem(key, "auto", "not known before the world size is", "call resolve(world_size)")]
             )
-        return self.batch.size // (dp * micro)
+        return int(value)
 
     def steps(self, length: Duration) -> int:
         """`length` in whole optimizer steps, taking every sample as full (`data.sequence` tokens)."""

@@ -81,34 +81,28 @@ def sharing(mesh: Mesh, over: Literal["all", "host"] | int, quantizes: bool = Fa
 
     Raises ConfigError where hosts do not have as many neighbours each, a rank would be alone, and for more
     copies than quantised sums are good for."""
-    dp = mesh.dp
-    size = _on_each_host(mesh) if over == "host" else dp.size if over == "all" else over
-    if size == dp.size:
-        return dp
-    if quantizes and dp.size // size > MOST_QUANTIZED:
-        reason = f"between {dp.size // size} copies it would send more bytes, not fewer"
+    axis = mesh.loss
+    size = _on_each_host(mesh) if over == "host" else axis.size if over == "all" else over
+    if size == axis.size:
+        return mesh.share(axis)
+    if quantizes and axis.size // size > MOST_QUANTIZED:
+        reason = f"between {axis.size // size} copies it would send more bytes, not fewer"
         fix = "write false, or a larger zero.shard_over"
         raise ConfigError([Problem("zero.quantized_gradients", True, reason, fix)])
-    if size not in mesh.copies:
-        blocks = [range(start, start + size) for start in range(0, dp.size, size)]
-        copy = mesh.piece("dp", "dp_shard", blocks)
-        replicas = mesh.piece("dp", "dp_replicate", [*zip(*blocks, strict=True)])
-        mesh.copies[size] = Hybrid(copy, replicas, quantizes)
-    return mesh.copies[size]
+    return mesh.share(Hybrid(*mesh.split("loss", size, ("dp_shard", "dp_replicate")), quantizes))
 
 
 def _on_each_host(mesh: Mesh) -> int:
     """How many neighbours of each data-parallel line are on one host."""
-    dp = mesh.dp
     runs = [
         [(host, len([*ranks])) for host, ranks in groupby(mesh.host_of[rank] for rank in line)]
-        for line in mesh.lines["dp"]
+        for line in mesh.lines("loss")
     ]
     sizes = {size for line in runs for _, size in line}
     once = all(len(line) == len({host for host, _ in line}) for line in runs)
-    if len(sizes) == 1 and once and (sizes != {1} or dp.size == 1):
+    if len(sizes) == 1 and once and (sizes != {1} or mesh.loss.size == 1):
         return sizes.pop()
     found = ", ".join(f"{size} on {host}" for host, size in runs[0])
-    reason = f"of {dp.size} data-parallel ranks, in order, {found}, and each host must have as many"
+    reason = f"of {mesh.loss.size} data-parallel ranks, in order, {found}, and each host must have as many"
     fix = 'start as many ranks on each host, at least 2, one host after the other, or write "all"'
     raise ConfigError([Problem("zero.shard_over", "host", reason, fix)])

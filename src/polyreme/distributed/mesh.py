@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NoReturn, Self
 
 import torch
@@ -41,7 +42,7 @@ from polyreme.distributed.watch import WATCH
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError, TransportError
 from polyreme.files.machine import boot
-from polyreme.layout.mesh_axes import AXES, lines
+from polyreme.layout.mesh_axes import AXES, ROLES, lines
 
 SIZE, SHORT = 8, 2040
 """Bytes of a length, and of the beginning of an object that is exchanged with it: most are no longer."""
@@ -210,54 +211,25 @@ class Axis:
         count.bytes += sent
 
 
-@dataclass(frozen=True)
-class Product:
-    """The product of several axes: the ranks that differ in their coordinates alone, in the order of the
-    axes, the last of which counts fastest.
-
-    Communication: that of each axis after the other, so that no group of its own is needed."""
-
-    axes: Sequence[Axis]
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return math.prod(axis.size for axis in self.axes)
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum `tensor` over the ranks in place."""
-        for axis in self.axes:
-            axis.all_reduce(tensor).wait()
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy `tensor` of the first rank to all."""
-        for axis in self.axes:
-            axis.broadcast(tensor)
-
-    def gather_objects(self, value: object) -> list[Any]:
-        """Every rank's `value` (what JSON can hold), in the order of the ranks."""
-        values: list[Any] = [value]
-        for axis in reversed(self.axes):
-            values = [each for there in axis.gather_objects(values) for each in there]
-        return values
-
-
 @dataclass
 class Mesh:
-    """All axes of a run. `mesh.dp`, `mesh.tp`, ... are Axis; axes that a run does not use have size 1."""
+    """All axes of a run. `mesh.dp`, `mesh.tp`, ... are Axis; axes that a run does not use have size 1. What
+    an axis is for has a name of its own: `data`, `loss`, `shard`, `replicate`."""
 
     rank: int
     world_size: int
     device: torch.device
-    axes: Mapping[str, Axis] = field(default_factory=dict)
-    lines: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    sizes: Mapping[str, int]
+    order: Sequence[str] = AXES
+    axes: dict[str, Axis] = field(default_factory=dict)
     _timeout: timedelta = TIMEOUT
     _shared_memory: bool = False
     _backend: str | None = None
     host_of: Sequence[str] = ("this one",)
     """The name of the host that each rank is on."""
-    copies: dict[int, Axis] = field(default_factory=dict)
-    """Axes over the ranks that share one copy of what is sharded, by their size (`hybrid.sharing`)."""
+    _made: dict[tuple[Any, ...], Axis] = field(default_factory=dict)
+    """Axes beside `axes`."""
+    _shard: Axis | None = None
 
     @property
     def hosts(self) -> list[str]:
@@ -278,7 +250,7 @@ class Mesh:
         timeout: timedelta = TIMEOUT,
         shared_memory: bool = True,
         backend: str = "auto",
-    ) -> Mesh:
+    ) -> Self:
         """Build the axes over all ranks; `sizes` gives each axis' size and their product is the world size.
 
         Joins the process group that exists, or else the one that the environment (torchrun's variables,
@@ -294,58 +266,103 @@ class Mesh:
                 f"start {size}, with `polyreme launch -n {size} SCRIPT`, or choose other sizes"
             )
         other = other_backend(backend) if world_size > 1 else None
-        axes = {name: Axis(name) for name in AXES}
-        all_lines = {name: lines(sizes, order, name) for name in order}
-        for name in order:
-            for ranks in all_lines[name]:
-                if len(ranks) > 1:
-                    group = GROUPS.of(tuple(ranks), timeout, other)  # all ranks make every group
-                    if rank in ranks:
-                        axes[name] = _axis(
-                            name, len(ranks), ranks.index(rank), group, timeout, shared_memory, device
-                        )
-        mesh = cls(rank, world_size, device, axes, all_lines, timeout, shared_memory, other)
+        mesh = cls(rank, world_size, device, sizes, order, {}, timeout, shared_memory, other)
+        mesh._build()
         WATCH.hosts = mesh.host_of = names_apart(mesh.gather_objects([socket.gethostname(), boot()]))
         return mesh
 
-    def part(self, name: str, ranks: Sequence[int]) -> Axis:
-        """An axis of its own over some `ranks` of axis `name`; of size 1 on the others. All ranks of the mesh
-        must call."""
-        if len(ranks) == 1 or self.axes[name].size == 1:
-            return Axis(name)
-        found = self.piece(name, name, [ranks])
-        if found.size > 1:
-            found.counts = self.axes[name].counts
+    @property
+    def data(self) -> Axis:
+        """The ranks that have other samples."""
+        return self.axis("data")
+
+    @property
+    def loss(self) -> Axis:
+        """The ranks that have other tokens, of the same samples or of others: the loss is a mean over
+        them."""
+        return self.axis("loss")
+
+    @property
+    def shard(self) -> Axis:
+        """The ranks that share what ZeRO shards: those of `loss`, or fewer (`hybrid.sharing`)."""
+        return self._shard or self.loss
+
+    @property
+    def replicate(self) -> Axis:
+        """The ranks that hold the same shards as this one."""
+        return self.shard.replicas or Axis("dp_replicate")
+
+    @property
+    def world(self) -> Axis:
+        """All ranks."""
+        return self.axis(*AXES)
+
+    def axis(self, *names: str) -> Axis:
+        """The ranks that differ in their places on these axes alone, which may be named by what they are for
+        (`mesh_axes.ROLES`); in the order of their global ranks. All ranks must call, the first time."""
+        wanted = {each for name in names for each in ROLES.get(name, (name,))}
+        several = tuple(name for name in AXES if name in wanted and self.axes[name].size > 1)
+        if len(several) < 2:
+            return self.axes[several[0] if several else min(wanted)]
+        if several not in self._made:
+            self._made[several] = self._over(" x ".join(several), self.lines(*several))
+        return self._made[several]
+
+    def share(self, axis: Axis) -> Axis:
+        """Have `axis` be the ranks that share what ZeRO shards."""
+        self._shard = axis
+        return axis
+
+    def split(self, name: str, size: int, names: tuple[str, str]) -> tuple[Axis, Axis]:
+        """The two axes, with these names, whose product axis `name` is: of `size` neighbours on it, and of
+        those in the same place among theirs. All ranks must call, the first time."""
+        if (name, size, names[0]) not in self._made:
+            blocks = [
+                [line[start : start + size] for start in range(0, len(line), size)]
+                for line in self.lines(name)
+            ]
+            self._made[name, size, names[0]] = self._over(names[0], [*chain(*blocks)])
+            across = chain(*(zip(*line, strict=True) for line in blocks))
+            self._made[name, size, names[1]] = self._over(names[1], [*across])
+        return self._made[name, size, names[0]], self._made[name, size, names[1]]
+
+    def among(self, name: str, places: Sequence[int]) -> Axis:
+        """An axis over the ranks in some `places` of axis `name`, whose traffic is that axis' own; of size 1
+        on the others. All ranks must call."""
+        found = self._over(name, [[line[place] for place in places] for line in self.lines(name)])
+        found.counts = self.axes[name].counts
         return found
 
-    def piece(self, axis: str, name: str, pieces: Sequence[Sequence[int]]) -> Axis:
-        """An axis over those of the `pieces` of `axis` that this rank is in. All ranks must call."""
+    def lines(self, *names: str) -> list[list[int]]:
+        """The global ranks of each axis over these, as `axis` has them."""
+        return lines(self.sizes, self.order, *(each for name in names for each in ROLES.get(name, (name,))))
+
+    def _build(self) -> None:
+        self.axes.update({name: self._over(name, self.lines(name)) for name in AXES})
+
+    def _over(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
+        """An axis over those of the `groups` of global ranks that this rank is in."""
         found = Axis(name)
-        for line in self.lines[axis]:
-            for piece in pieces:
-                ranks = tuple(line[rank] for rank in piece)
-                group = GROUPS.of(ranks, self._timeout, self._backend)  # all ranks make every group
+        for ranks in groups:
+            if len(ranks) > 1:
+                group = GROUPS.of(tuple(ranks), self._timeout, self._backend)  # all ranks make every group
                 if self.rank in ranks:
-                    at = ranks.index(self.rank)
+                    at = [*ranks].index(self.rank)
                     found = _axis(
                         name, len(ranks), at, group, self._timeout, self._shared_memory, self.device
                     )
         return found
 
     def places(self, rank: int) -> dict[str, int]:
-        """Where a rank of the mesh is on each axis."""
+        """Where a rank of the mesh is among those of `loss`, `tp` and `pp`."""
         return {
-            name: next((line.index(rank) for line in self.lines.get(name, ()) if rank in line), 0)
-            for name in self.axes
+            name: next(line.index(rank) for line in self.lines(name) if rank in line)
+            for name in ("loss", "tp", "pp")
         }
 
-    def product(self, *names: str) -> Product:
-        """The product of those of these axes that have several ranks."""
-        return Product([axis for name in names if (axis := self.axes[name]).size > 1])
-
     def gather_objects(self, value: object) -> list[Any]:
-        """The `value` of every rank of the mesh (what JSON can hold), rank 0's first."""
-        return self.product(*self.axes).gather_objects(value)
+        """The `value` of every rank of the mesh (what JSON can hold), in the order of the ranks."""
+        return self.world.gather_objects(value)
 
     def aside(self) -> Axis:
         """An axis over all ranks, between CPUs, for what goes on beside training in another thread. All ranks
@@ -354,11 +371,9 @@ class Mesh:
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
         """(calls, bytes sent by this rank) since the start, by axis and operation."""
-        parts = (part for copy in self.copies.values() for part in (copy, copy.replicas) if part)
-        axes = {**self.axes, **{axis.name: axis for axis in parts}}
         return {
-            name: {operation: (count.calls, count.bytes) for operation, count in axis.counts.items()}
-            for name, axis in axes.items()
+            axis.name: {operation: (count.calls, count.bytes) for operation, count in axis.counts.items()}
+            for axis in (*self.axes.values(), *self._made.values())
             if axis.counts
         }
 
@@ -370,18 +385,16 @@ class SimulatedMesh(Mesh):
     @classmethod
     def of(cls, sizes: Mapping[str, int], order: Sequence[str], rank: int, device: torch.device) -> Self:
         """That of rank `rank`, where each host has as many ranks as this one has GPUs, or all."""
-        world_size, all_lines = math.prod(sizes.values()), {name: lines(sizes, order, name) for name in order}
-        axes = {name: Axis(name) for name in AXES}
-        for name in order:
-            line = next(line for line in all_lines[name] if rank in line)
-            axes[name] = Axis(name, len(line), line.index(rank))
+        world_size = math.prod(sizes.values())
         each = torch.cuda.device_count() or world_size
         hosts = [f"host {other // each}" for other in range(world_size)]
-        return cls(rank, world_size, device, axes, all_lines, host_of=hosts)
+        mesh = cls(rank, world_size, device, sizes, order, host_of=hosts)
+        mesh._build()
+        return mesh
 
-    def piece(self, axis: str, name: str, pieces: Sequence[Sequence[int]]) -> Axis:
-        found = [piece for piece in pieces if self.axes[axis].rank in piece]
-        return Axis(name, len(found[0]), list(found[0]).index(self.axes[axis].rank)) if found else Axis(name)
+    def _over(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
+        ranks = next((ranks for ranks in groups if self.rank in ranks), [self.rank])
+        return Axis(name, len(ranks), [*ranks].index(self.rank))
 
     def gather_objects(self, value: object) -> list[Any]:
         return [value]

@@ -5,6 +5,8 @@ Communication: `agreed`; see `step.fit`.
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from polyreme.config import Config
@@ -19,8 +21,7 @@ from polyreme.step.kept import kept
 
 def memory_of_ranks(config: Config) -> int:
     """Bytes that each rank has where all of them are on this machine, or on others like it."""
-    mesh = config.mesh
-    ranks = int(mesh.dp) * mesh.tp * mesh.pp * mesh.cp * mesh.ep
+    ranks = math.prod(config.axes.values())
     return own_memory() // (ranks if device_of_ranks().type == "cpu" else 1)
 
 

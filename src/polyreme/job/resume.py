@@ -149,7 +149,7 @@ def _check_model(config: Config, source: Directory) -> None:
         names.setdefault(id(tensor), []).append(name)
     wanted = [Wanted(each, tuple(tensors[each[0]].shape)) for each in names.values()]
     renamed = file_names(model, {name: tensor.shape for name, tensor in tensors.items()})
-    found = match(source, wanted, renamed, base_prefix(model), Axis("dp"))
+    found = match(source, wanted, renamed, base_prefix(model), Axis("alone"))
     if not found.is_exact:
         key = "model.path" if config.model.path is not None else "model.config"
         fix = "give this model another checkpoint.folder, or --no-resume to begin anew in this one"

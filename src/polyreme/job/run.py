@@ -141,7 +141,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     vocabulary = len(text.tokenizer)
     _check_model(config, vocabulary)
     flops = _flops_per_token(config, vocabulary)
-    _check_lengths(config, text, int(config.mesh.dp))
+    _check_lengths(config, text, config.data_parallel)
     config, fits = agreed(config, vocabulary)
     engine = initialize(_model(config, vocabulary), config)
     peak = peak_flops(engine.mesh.device, DTYPES[config.precision.compute]).flops
@@ -360,7 +360,7 @@ def _bits(loss: float | None, account: Account) -> float | None:
 
 def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
     """Mean loss, in nats per token, over the first `train.validate_batches` global batches of `data`."""
-    ranks = engine.mesh.dp.size
+    ranks = engine.mesh.data.size
     size = min(config.batch.size, round_down(len(data), ranks))
     loader = engine.loader(data, batch_size=size, shuffle=False, epochs=1, workers=0)
     total = weight = 0.0

@@ -75,8 +75,8 @@ class Buffers:
         sharded: Collection[str] = (),
         divided: Collection[str] = (),
     ) -> None:
-        self._mesh, self._axis, self._config = mesh, mesh.dp, config
-        self._alone = mesh.dp.size == 1 and mesh.tp.size == 1
+        self._mesh, self._axis, self._config = mesh, mesh.loss, config
+        self._alone = mesh.loss.size == 1 and mesh.tp.size == 1
         self._model, buffers = model, list(_buffers(model, mesh, config))
         self._names = {place.name for place in buffers}  # of all buffers that it ever had
         known = {id(each) for each in alike}
@@ -172,14 +172,14 @@ class Buffers:
         written = {name for each in self._mesh.gather_objects(self._changed) for name in each}
         names = sorted(written | self._equal)
         mine = {name: self._report(self._places[name]) for name in names if name in self._places}
-        at = {name: axis.rank for name, axis in self._mesh.axes.items()}
+        at = self._mesh.places(self._mesh.rank)
         reports: list[Any] = self._mesh.gather_objects([at, mine])
         found = {name: _Spread(name, reports) for name in names}
         if lost := [each for each in found.values() if each.lost]:
             raise ModelError(
                 _LOST.format(named([each.what for each in lost]), max(each.lost for each in lost))
             )
-        sizes = {name: axis.size for name, axis in self._mesh.axes.items()}
+        sizes = {"loss": self._axis.size, "tp": self._mesh.tp.size}
         if problems := [text for each in found.values() if (text := each.problem(sizes))]:
             raise ModelError("\n".join(problems))
         if differing := [each.what for each in found.values() if each.differs and each.way == "error"]:
@@ -312,21 +312,21 @@ class _Spread:
         self.what, self.way, self.is_float = first["what"], first["way"], first["float"]
         self.lost, self._is_parameter = first["lost"], first["parameter"]
         lines: dict[str, dict[tuple[int, int], list[Any]]] = {
-            "dp": defaultdict(list),
+            "loss": defaultdict(list),
             "tp": defaultdict(list),
         }
         for at, each in told:
-            lines["dp"][at["tp"], at["pp"]].append(each)
-            lines["tp"][at["dp"], at["pp"]].append(each)
+            lines["loss"][at["tp"], at["pp"]].append(each)
+            lines["tp"][at["loss"], at["pp"]].append(each)
         differ = {axis: any(map(_differ, found.values())) for axis, found in lines.items()}
-        self.differs, self._over_tp = differ["dp"], differ["tp"] and not first["divided"]
-        self._shapes = [[each["shape"] for each in line] for line in lines["dp"].values()]
+        self.differs, self._over_tp = differ["loss"], differ["tp"] and not first["divided"]
+        self._shapes = [[each["shape"] for each in line] for line in lines["loss"].values()]
         self._has = {axis: {len(line) for line in found.values()} for axis, found in lines.items()}
         self._late, self.grew = any(each["late"] for _, each in told), first["grew"]
 
     def problem(self, sizes: Mapping[str, int]) -> str:
-        """Why it cannot be the same on all ranks at all, and what to do. sizes: of the mesh's axes."""
-        what, ranks = self.what, sizes["dp"]
+        """Why it cannot be the same on all ranks at all, and what to do. sizes: of axes."""
+        what, ranks = self.what, sizes["loss"]
         if any(self._has[axis] != {sizes[axis]} for axis in self._has):
             return _ON_SOME.format(what)
         if self._over_tp:
@@ -409,7 +409,7 @@ def _buffers(model: nn.Module, mesh: Mesh, config: Config) -> Iterator[Place]:
     """The persistent buffers that a rank does not keep to itself."""
     for prefix, module in model.named_modules():
         if isinstance(module, _BatchNorm):
-            way = "local" if mesh.dp.size == 1 or config.batch_norm == "rank" else "rank0"
+            way = "local" if mesh.loss.size == 1 or config.batch_norm == "rank" else "rank0"
             apart = way == "local"
         else:
             way = config.buffers

@@ -39,12 +39,12 @@ def micro_batches(batch: Any, config: Config, first: bool) -> list[MicroBatch]:
     Raises BatchError for more than batch.size / dp samples, or more than `config.accumulation` micro-batches;
     in the `first` step of a run, where it is a mistake and no end of an epoch, for fewer, too."""
     batch = plain_mappings(batch)
-    count, expected = config.accumulation, config.batch.size // int(config.mesh.dp)
+    count, expected = config.accumulation, config.share
     if is_list(batch):
         if len(batch) > count or (first and len(batch) < count):
             raise BatchError(
                 f"train_step got a list of {len(batch)} micro-batches, but "
-                f"batch.size = {config.batch.size} over {config.mesh.dp} "
+                f"batch.size = {config.batch.size} over {config.data_parallel} "
                 f"ranks with batch.micro = {config.batch.micro} makes "
                 f"{count}: give {count}, or change batch.size or batch.micro"
             )
@@ -52,7 +52,7 @@ def micro_batches(batch: Any, config: Config, first: bool) -> list[MicroBatch]:
     if (size := leading_size(batch)) > expected or (first and size < expected):
         raise BatchError(
             f"this rank's share of the batch has {size} samples, but "
-            f"batch.size = {config.batch.size} over {config.mesh.dp} "
+            f"batch.size = {config.batch.size} over {config.data_parallel} "
             f"data-parallel ranks makes {expected}: change batch.size, or give each rank {expected}"
             + (" (only later steps may have fewer, as the last of an epoch)" if size < expected else "")
         )
@@ -216,13 +216,13 @@ class BatchComparison:
                     "place in data parallelism (engine.mesh.dp.rank of "
                     "engine.mesh.dp.size, not of the world), as engine.loader does"
                 )
-        if self._mesh.dp.size > 1:
+        if self._mesh.data.size > 1:
             self._digest = digest(batch)
         self._compared = True
 
     def warn(self) -> None:
         """Warn, the first time, where all data-parallel ranks have the same batch. All ranks must call."""
-        digests: list[Any] = [] if self._warned else self._mesh.dp.gather_objects(self._digest)
+        digests: list[Any] = [] if self._warned else self._mesh.data.gather_objects(self._digest)
         self._warned = True
         if len(digests) > 1 and digests[0] is not None and len({*digests}) == 1:
             warn(

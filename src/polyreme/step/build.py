@@ -26,7 +26,7 @@ from polyreme.config import Config
 from polyreme.config.schema import is_files, tiers_of
 from polyreme.deferred_init.replay import Recording, record
 from polyreme.distributed.hybrid import sharing
-from polyreme.distributed.mesh import Mesh, Product, SimulatedMesh
+from polyreme.distributed.mesh import Axis, Mesh, SimulatedMesh
 from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem, named, warn
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models import huggingface, peft
@@ -141,9 +141,7 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
         built = nn.ModuleList(layer for layer in model if isinstance(layer, nn.Module))
         model = layers(model)
         if not isinstance(model, nn.Module):  # these are copied into the recording
-            take_from_rank_0(
-                [*built.parameters(), *built.buffers()], mesh.device, mesh.product("dp", "tp", "pp")
-            )
+            take_from_rank_0([*built.parameters(), *built.buffers()], mesh.device, mesh.world)
     if isinstance(model, nn.Module):
         give_shapes(model, mesh)
         if mesh.pp.size == 1:  # other stages of a pipeline may have them: `build` looks
@@ -161,7 +159,7 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
 def give_shapes(model: nn.Module, mesh: Mesh) -> None:
     """Have parameters that were divided as they were made, over all ranks, be of their whole shapes; and
     whole, to be shared out anew, where ranks have different parts of the model. All ranks must call."""
-    (shaped if mesh.dp.size == mesh.world_size else make_whole)(model.parameters())
+    (shaped if mesh.data.size == mesh.world_size else make_whole)(model.parameters())
 
 
 def _refuse_meta(model: nn.Module) -> None:
@@ -221,8 +219,8 @@ def build(
     if recording is None:
         # over dp parameters are shared out, by ZeRO
         alike = ("tp",) if in_parts else ("tp", "pp")
-        take_from_rank_0(_real(module.parameters()), mesh.device, mesh.product(*alike))
-        take_from_rank_0(_real(module.buffers()), mesh.device, mesh.product("dp", *alike))
+        take_from_rank_0(_real(module.parameters()), mesh.device, mesh.axis(*alike))
+        take_from_rank_0(_real(module.buffers()), mesh.device, mesh.axis("loss", *alike))
     division = divide(module, partition, pipeline, config, mesh)
     if in_parts:
         _take_shared(module, division, mesh)
@@ -315,7 +313,7 @@ def _missing(module: nn.Module) -> list[str]:
     return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
 
 
-def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, ranks: Product) -> None:
+def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, ranks: Axis) -> None:
     """Give `tensors`, where they are, the numbers of the first of `ranks`, sent from and to `device`. Those
     that are not contiguous become so."""
     for tensor in tensors if ranks.size > 1 else ():
@@ -343,7 +341,7 @@ def divide(
     shared = sorted(
         {tuple(sorted({rank_of[stage] for stage in stages})) for stages in partition.tied.values()}
     )
-    ties = {ranks: mesh.part("pp", ranks) for ranks in shared if len(ranks) > 1}
+    ties = {ranks: mesh.among("pp", ranks) for ranks in shared if len(ranks) > 1}
     ties = {ranks: axis for ranks, axis in ties.items() if axis.size > 1}
     return Division(shardings, mesh.tp, mesh.pp, rank_of, ties, partition.stages_of)
 
@@ -388,7 +386,7 @@ def divide_again(
     for name, buffer in module.named_buffers():
         buffer.data = buffer.data.to(mesh.device).contiguous()
         if name not in roster.buffers:
-            take_from_rank_0([buffer], mesh.device, mesh.product("dp"))
+            take_from_rank_0([buffer], mesh.device, mesh.loss)
     return Division(
         {name: Sharding(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, mesh.tp, mesh.pp
     )
@@ -411,7 +409,7 @@ def share_out(
     near, _ = tiers_of(config.memory.params)
     reduced, _ = tiers_of(config.memory.gradients)
     transfer = HostTransfer.over(mesh.device) if folders != ["device"] else None
-    microbatches: Microbatches = added(config, mesh.dp.size) if config.accumulation > 1 else "one"
+    microbatches: Microbatches = added(config, mesh.loss.size) if config.accumulation > 1 else "one"
     reduce = reduced_format(config, mesh.world_size, microbatches)
     local = reduce if microbatches == "added" else dtype
     formats = Formats(dtype, master_dtype(dtype), reduce, local, zero.quantized_weights)
@@ -481,7 +479,7 @@ def _make_numbers(
 
     own = placement.where if parameters else ()
     recording.replay(write, {*own, *(name for name, _ in module.named_buffers(remove_duplicate=False))})
-    take_from_rank_0(module.buffers(), mesh.device, mesh.product("dp", "tp"))
+    take_from_rank_0(module.buffers(), mesh.device, mesh.axis("loss", "tp"))
 
 
 def objective(
@@ -495,7 +493,7 @@ def objective(
         module,
         loss_fn,
         partial(cast_floating, dtype=wanted),
-        is_split=config.accumulation * mesh.dp.size > 1,
+        is_split=config.accumulation * mesh.loss.size > 1,
         share=1 / config.accumulation if config.batch.mean == "ranks" else None,
-        tells=mesh.dp.rank == 0 and mesh.tp.rank == 0,
+        tells=mesh.loss.rank == 0 and mesh.tp.rank == 0,
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +24,6 @@ from polyreme.step.build import cut, divide, share_out
 from polyreme.zero.bucket_memory import staying
 from polyreme.zero.partition import Placement
 from polyreme.zero.updates import Updates
-
-AXES = ("dp", "tp", "pp", "cp", "ep")
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,7 @@ def place(model: nn.Module, config: Config, rank: int, device: torch.device | No
     `config`, resolved.
 
     Raises what `initialize` would, of a model or a config that do not go together."""
-    sizes: dict[str, Any] = {name: getattr(config.mesh, name) for name in AXES}
-    mesh = SimulatedMesh.of(sizes, config.mesh.order, rank, device or device_of_ranks())
+    mesh = SimulatedMesh.of(config.axes, config.mesh.order, rank, device or device_of_ranks())
     module = unwrap(model)
     made: Recipe = recipe(module, config.optimizer, None)
     pipeline = PipelineRank.of(config, mesh)

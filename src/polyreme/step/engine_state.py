@@ -75,7 +75,7 @@ class EngineContents:
 
     def loader(self, dataset: Any, options: Mapping[str, Any]) -> Loader:
         """See `Engine.loader`."""
-        dp = self.mesh.dp
+        data = self.mesh.data
         defaults = {
             "batch_size": self.config.batch.size,
             "seed": self.config.seed,
@@ -87,10 +87,10 @@ class EngineContents:
             raise BatchError(
                 f"engine.loader has no option {unknown[0]}, but {', '.join(sorted(known))} (workers are "
                 "threads). For torch's own, as processes, iterate over torch.utils.data.DataLoader(dataset, "
-                f"{self.config.batch.size // dp.size}, sampler=DistributedSampler(dataset, "
+                f"{self.config.batch.size // data.size}, sampler=DistributedSampler(dataset, "
                 "engine.mesh.dp.size, engine.mesh.dp.rank), drop_last=True, num_workers=...)"
             )
-        made = Loader(dataset, rank=dp.rank, world=dp.size, **{**defaults, **options})
+        made = Loader(dataset, rank=data.rank, world=data.size, **{**defaults, **options})
         if made.epochs is None:
             if self.positions:
                 made.load_state_dict(self.positions.pop(0))
@@ -510,7 +510,7 @@ def _take_random_numbers(contents: EngineContents, resume: Resume) -> list[str]:
         own = resume.rng.get("0")
         if own is None or any(each.get("cpu") != own.get("cpu") for each in resume.rng.values()):
             # alike on the ranks of a tp or pp line
-            torch.manual_seed(contents.config.seed + mesh.dp.rank + 1_000_003 * contents.step.state.step)
+            torch.manual_seed(contents.config.seed + mesh.data.rank + 1_000_003 * contents.step.state.step)
             return notes
     try:
         cuda = _bytes(own["cuda"]) if mesh.device.type == "cuda" and "cuda" in own else None

@@ -115,7 +115,7 @@ def _fit(config: Config, room: int, memory: int, make: Make, look: Look) -> Fit:
         return Fit(None, f"all fits: {_samples(most)} {own / GIB:.3g} GiB {of}")
     states: dict[bool, int] = {}
     needed = 0
-    for micro in sorted(n for n in divisors(config.batch.size // int(config.mesh.dp)) if n <= most)[::-1]:
+    for micro in sorted(n for n in divisors(config.share) if n <= most)[::-1]:
         tried = config if micro == most else config.fitted(micro)
         several = tried.accumulation > 1
         if several not in states:

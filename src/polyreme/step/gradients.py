@@ -44,7 +44,7 @@ class Gradients:
             [bucket.gradients.squares_by_slot() for bucket in buckets]
             or [torch.zeros(0, dtype=torch.float64)]
         )
-        self._mesh.product("dp", "tp").all_reduce(squares)
+        self._mesh.axis("loss", "tp").all_reduce(squares).wait()
         found: dict[str, float] = {}
         names = [names[0] for bucket in buckets for names, _ in self._placement.named(bucket)]
         told: list[Any] = self._mesh.pp.gather_objects(dict(zip(names, squares.tolist(), strict=True)))

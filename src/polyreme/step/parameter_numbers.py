@@ -124,7 +124,7 @@ class ParameterNumbers:
         self._check_setting(at, kind, form is not None)
         assert form is not None
         mesh, division = at.training.contents.mesh, at.training.placement.division
-        given, everyone = None if value is None else torch.as_tensor(value), mesh.product("dp", "tp")
+        given, everyone = None if value is None else torch.as_tensor(value), mesh.axis("loss", "tp")
         told = everyone.gather_objects(None if given is None else list(given.shape))[0]
         if told is None or tuple(told) != form.shape:
             raise ModelError(
@@ -201,7 +201,7 @@ class ParameterNumbers:
             raise ModelError(f"an equal part of {at.slot.name}, which mesh.tp divides: use whole({kind!r})")
         dtype = at.bucket.formats.compute if rounded else at.bucket.formats.master
         like = torch.empty(0, dtype=dtype, device=at.bucket.device)
-        return EqualPart.of(self, kind, at.training.contents.mesh.dp, at.slot.name, at.slot.size, like)
+        return EqualPart.of(self, kind, at.training.contents.mesh.loss, at.slot.name, at.slot.size, like)
 
     @property
     def trains(self) -> bool:

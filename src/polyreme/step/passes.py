@@ -146,7 +146,7 @@ class Passes:
 
         self._look(model, batch, add)
         totals *= self._pipeline.has_loss and self._mesh.tp.rank == 0
-        self._mesh.product("dp", "tp", "pp").all_reduce(totals)
+        self._mesh.world.all_reduce(totals).wait()
         loss_sum, total = totals.tolist()
         return EvalResult(loss_sum / total if total else math.nan, total)
 
@@ -180,7 +180,7 @@ class Passes:
     def _look(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
         """The forwards of an evaluation; on the last stage, `take(micro-batch, output)` of each."""
         micro_batches = micro_batches_of(batch, self._config)
-        counts: list[Any] = self._mesh.dp.gather_objects(len(micro_batches))
+        counts: list[Any] = self._mesh.data.gather_objects(len(micro_batches))
         modes = {module: module.training for module in model.modules()}
         model.eval()
         try:

@@ -34,15 +34,15 @@ class Randomness:
         device = self._device = mesh.device
         if torch.initial_seed() in NO_SEED:
             torch.manual_seed(seed)
-        line, own = mesh.dp.rank, [each.tolist() for each in generators(device) if each is not None]
+        line, own = mesh.loss.rank, [each.tolist() for each in generators(device) if each is not None]
         told = mesh.aside().gather_objects((line, _digest(own)))
-        first = {dp: rank for rank, (dp, _) in reversed([*enumerate(told)])}
-        if any(told[first[dp]][1] != digest for dp, digest in told):
+        first = {at: rank for rank, (at, _) in reversed([*enumerate(told)])}
+        if any(told[first[at]][1] != digest for at, digest in told):
             given = mesh.aside().gather_objects(own if first[line] == mesh.rank else None)[first[line]]
             cpu, *cuda = [torch.tensor(each, dtype=torch.uint8, device="cpu") for each in given]
             go_on_from((cpu, cuda[0] if cuda else None), device)
         self.begin(mesh.aside().gather_objects(_peek())[0])
-        self._place = mesh.dp.rank, mesh.pp.rank
+        self._place = mesh.loss.rank, mesh.pp.rank
         self._several, self._alone_in_line = mesh.world_size > 1, mesh.tp.size == 1
 
     def begin(self, seed: int) -> None:

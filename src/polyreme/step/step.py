@@ -109,7 +109,7 @@ class Step:
         """How often a script set weights (`ParameterNumbers`)."""
         self.heard_unsaved = False
         """Whether a rank told of a checkpoint that failed in the last totals."""
-        self.written = Written(placement.buckets, sums.mesh.dp, buffers.parameters)
+        self.written = Written(placement.buckets, sums.mesh.loss, buffers.parameters)
         """What the user did to parameters between steps."""
         self.states: GradientStates | None = None
         """Which gradients are whole, under tensor parallelism."""
@@ -470,7 +470,7 @@ class Step:
 def _unused(buckets: Sequence[Bucket], sums: StepSums) -> dict[Bucket, set[int]]:
     """The parameters that got a gradient on no rank in this step, by bucket."""
     here = [float(i in b.gradients.ever_arrived) for b in buckets for i in range(len(b.parameters))]
-    arrived = iter(sums.over_dp(here))
+    arrived = iter(sums.over_data(here))
     return {
         b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in buckets
     }
@@ -506,7 +506,7 @@ def _make_room(step: Step) -> None:
     """Have room for several micro-batches."""
     if step._placement.microbatches == "one":
         mesh = step._sums.mesh
-        make_room(step._placement, step._reducer, step._config, mesh.dp.size, mesh.world_size)
+        make_room(step._placement, step._reducer, step._config, mesh.loss.size, mesh.world_size)
 
 
 def _look_at(step: Step, roots: Sequence[Tensor]) -> None:

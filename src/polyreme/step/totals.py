@@ -100,7 +100,7 @@ class StepSums:
 
     def one_too_many(self, backwards: int, config: Config) -> str:
         """What is said of a backward after the last one of a step, which had so many."""
-        micro, share = int(config.batch.micro), config.batch.size // int(config.mesh.dp)
+        micro, share = int(config.batch.micro), config.share
         each = self._samples // backwards
         fits = 0 < each < micro and share % each == 0
         way = f"batch.micro = {each}, by which it has {share // each}" if fits else "a smaller batch.micro"
@@ -111,7 +111,7 @@ class StepSums:
         """Add a micro-batch, of so many that a step has. In the very first, all data-parallel ranks must
         call."""
         if not self.hint:
-            self.hint = power_of_two(self.over_dp([weight * microbatches])[0])
+            self.hint = power_of_two(self.over_data([weight * microbatches])[0])
         self._weight += weight
         self._tokens += tokens
         self._samples += samples
@@ -134,7 +134,7 @@ class StepSums:
             self._weight * tells,
             missing,
             self._tokens * tells,
-            self.hint if tells and mesh.dp.rank == 0 else 0.0,
+            self.hint if tells and mesh.loss.rank == 0 else 0.0,
             float(flags.stop),
             float(flags.unsaved),
             float(self._unseen),
@@ -149,11 +149,11 @@ class StepSums:
         writes = torch.stack([written.seen(self.device), digest, digest.square()])
         drift = [] if self._replicas is None else [self._replicas.digest().reshape(1)]
         totals = torch.cat([*drift, sums, counts, writes])
-        mesh.dp.all_reduce(totals).wait()
+        mesh.loss.all_reduce(totals).wait()
         total, of_squares = totals[-2:].clone()
-        totals[-3] += total.square() != of_squares * mesh.dp.size  # exact: whole numbers below 2^53
+        totals[-3] += total.square() != of_squares * mesh.loss.size  # exact: whole numbers below 2^53
         totals = totals[:-2]
-        mesh.product("tp", "pp").all_reduce(totals)
+        mesh.axis("tp", "pp").all_reduce(totals).wait()
         told = totals.tolist()
         of_options = told[-3], told[-2]
         del told[-3:-1]
@@ -163,12 +163,12 @@ class StepSums:
             self._replicas.compare()
         self.totals = Totals(*told)
         if self._over_ranks and self.totals.weight:
-            self.totals = replace(self.totals, weight=float(mesh.dp.size))
+            self.totals = replace(self.totals, weight=float(mesh.loss.size))
 
     def measure(self, squares: Tensor) -> None:
         """Take the total of the squares of gradients anew, of which this rank's are `squares`."""
         total = squares.reshape(1)
-        self.mesh.product("dp", "tp", "pp").all_reduce(total)
+        self.mesh.world.all_reduce(total).wait()
         self.totals = replace(self.totals, squares=total.item())
 
     def to_mean(self, loss_scale: float) -> float:
@@ -183,14 +183,14 @@ class StepSums:
     def mean(self, value: float) -> float:
         """The mean of what all ranks give."""
         totals = torch.tensor([value, 1.0], dtype=torch.float64, device=self.device)
-        self.mesh.product("dp", "tp", "pp").all_reduce(totals)
+        self.mesh.world.all_reduce(totals).wait()
         total, count = totals.tolist()
         return total / count
 
-    def over_dp(self, values: Sequence[float]) -> list[float]:
+    def over_data(self, values: Sequence[float]) -> list[float]:
         """`values` summed over the data-parallel ranks."""
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self.mesh.dp.all_reduce(totals).wait()
+        self.mesh.loss.all_reduce(totals).wait()
         return totals.tolist()
 
 

@@ -69,7 +69,7 @@ class Training:
         divided = {name for name in cuts if not cuts[name].cut.is_whole}
         self.buffers = Buffers(module, mesh, config, alike, sharded, divided)
         self._config, self._mesh, self._given = config, mesh, given
-        every_time = each_time(config, mesh.dp.size, placement.microbatches)
+        every_time = each_time(config, mesh.loss.size, placement.microbatches)
         self._reducer = Reducer(
             placement.trainable,
             config.accumulation,
@@ -84,7 +84,7 @@ class Training:
         led = given if isinstance(given, Optimizer) else None
         self.options = Options(made, LRSchedule(config.lr_schedule), scheduler, led)
         tells, over_ranks = mesh.tp.rank == 0 and pipeline.has_loss, config.batch.mean == "ranks"
-        copied = mesh.product("tp", "pp").size > 1
+        copied = mesh.axis("tp", "pp").size > 1
         sums = StepSums(mesh, tells, self.options, over_ranks, Replicas(placement, mesh) if copied else None)
         progress = TrainingProgress(self.options, loss_scale(config.precision))
         self.step = Step(
@@ -145,7 +145,7 @@ class Training:
         made = recipe(module, self._config.optimizer, self._given)
         refuse_foreign(module, self._given, self.options.parameters)
         given_gradients.refuse_older(module, made, self.placement)
-        for axis in (self._mesh.dp, self._mesh.tp):
+        for axis in (self._mesh.loss, self._mesh.tp):
             same_model(axis, module, made.told)
         self.options.check(made)
         return made

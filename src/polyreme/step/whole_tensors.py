@@ -43,7 +43,7 @@ def load_state_dict(contents: EngineContents, given: Any, strict: bool) -> Keys:
             "engine.load_state_dict inside of engine.full_parameters(): call it after the with block, or, "
             "with write=True, load_state_dict of the module that the block is given"
         )
-    everyone = mesh.product("dp", "tp", "pp")
+    everyone = mesh.world
     told: Any = everyone.gather_objects(_described(given) if mesh.rank == 0 else None)[0]
     if isinstance(told, str):
         raise ModelError(told)

@@ -24,7 +24,7 @@ from polyreme.layout.region import MASTER
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.partition import Placement
 
-FIRST = {"dp": 0, "tp": 0, "pp": 0}
+FIRST = {"loss": 0, "tp": 0, "pp": 0}
 """The place of the first rank."""
 
 
@@ -58,7 +58,7 @@ def writable(
     with _summoned(buckets) as summoned:
         yield
     for bucket, numbers in zip(buckets, summoned, strict=True):
-        bucket.axis.broadcast(numbers, writer["dp"])
+        bucket.axis.broadcast(numbers, writer["loss"])
         if bucket.tie is not None:
             ranks = placement.division.ranks_of(bucket.stages)
             bucket.tie.broadcast(numbers, ranks.index(writer["pp"]) if writer["pp"] in ranks else 0)
