@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyreme.step.loss_graph import doubt, mixes, weight_of
+from polyreme.errors import BatchError
+from polyreme.step.loss_graph import doubt, mixes, refuse_scaled, weight_of
 
 LOGITS = torch.randn(6, 4, requires_grad=True)
 LABELS = torch.tensor([0, 1, -100, 3, 2, -100])
@@ -59,3 +60,15 @@ def test_what_is_no_mean_over_the_weight_is_named(loss: object, weight: float, s
 
 def test_cross_entropy_is_found_among_others() -> None:
     assert mixes(entropy() + LOGITS.square().sum()) and not mixes(LOGITS.square().mean())
+
+
+def test_a_loss_whose_name_begins_as_a_product_is_none() -> None:
+    """torch's margin losses are MultiMarginLoss and MultilabelMarginLoss in its graph."""
+    for loss_of, labels in (
+        (F.multi_margin_loss, torch.tensor([0, 1, 2, 3, 2, 0])),
+        (F.multilabel_margin_loss, torch.tensor([[1, -1, -1, -1]] * 6)),
+    ):
+        loss = loss_of(LOGITS, labels)
+        refuse_scaled(loss, None, 4, 6)
+        with pytest.raises(BatchError, match="divided by 4"):
+            refuse_scaled(loss / 4, None, 4, 6)

@@ -63,7 +63,7 @@ def refuse_scaled(loss: Tensor, own: Any, microbatches: int, samples: int) -> No
             "engine.backward takes a mean and what it is the mean of: "
             "engine.backward(loss / n, weight=n); the step is the mean over all n"
         )
-    inner = node.next_functions[0][0] if _name(node).startswith(("Div", "Mul")) else None
+    inner = node.next_functions[0][0] if _name(node).startswith(_SCALES) else None
     if (
         inner is None
         or microbatches == 1
@@ -71,7 +71,7 @@ def refuse_scaled(loss: Tensor, own: Any, microbatches: int, samples: int) -> No
         or other.dim()
     ):
         return
-    by = float(other) if _name(node).startswith("Div") else 1 / float(other or 1)
+    by = float(other) if _name(node).startswith("DivBackward") else 1 / float(other or 1)
     if by == microbatches and (_is_mean(inner) or inner is getattr(own, "grad_fn", None)):
         raise BatchError(
             f"the loss was divided by {microbatches}, the micro-batches "
@@ -107,7 +107,9 @@ _THROUGH = (
     "Alias",
     "Clone",
 )
-"""Beginnings of the names of operators that leave a mean a mean, or put means together."""
+"""Operators that leave a mean a mean, or put means together."""
+_SCALES = ("DivBackward", "MulBackward")
+"""Beginnings of the names of products and quotients; there are losses whose names begin with "Mul"."""
 
 
 def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
@@ -140,7 +142,7 @@ def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
 def _sum_in(node: Any) -> Any:
     """The sum that it is, perhaps times a number; None for anything else."""
     while (
-        _name(node).startswith(("Neg", "Mul"))
+        _name(node).startswith(("NegBackward", "MulBackward"))
         and len([inner for inner, _ in node.next_functions if inner is not None]) == 1
     ):
         node = next(inner for inner, _ in node.next_functions if inner is not None)
@@ -171,7 +173,7 @@ def refuse_penalty(
     for node in [node for node, (depends, *_) in found.items() if depends and node not in given]:
         for each, output in [edge for edge in node.next_functions if edge[0] is not None]:
             depends, name, size = found[each]
-            if not given and _size(node, 0) > 1 and _name(node).startswith(("Mul", "Div")):
+            if not given and _size(node, 0) > 1 and _name(node).startswith(_SCALES):
                 continue  # of a model's own loss all blocks are looked at, and these scale activations
             # a single number may scale much; a term of the loss is added to a number
             if not depends and _size(each, output) == 1 and size > (_size(node, 0) > 1):
