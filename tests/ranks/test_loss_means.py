@@ -502,6 +502,57 @@ class OwnLoss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Learned(nn.Module):
+    """A loss with a temperature of its own, which is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output * self.temperature, target)
+
+
+def with_a_loss(rank: int, world: int, form: str, mesh: dict[str, int]) -> float:
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double(), Learned()
+    if form == "of the model":
+        model.loss = loss
+        model.forward = lambda x: model[2](model[1](model[0](x)))  # type: ignore[method-assign]
+    loss.requires_grad_(form != "frozen")
+    config = {"batch": {"size": 8, "micro": 4 // world}, "precision": {"compute": "fp64"}, "mesh": mesh}
+    loss_fn = loss if form != "closure" else lambda output, target: loss(output, target)
+    x, share = data()[0], slice(4 * rank, 4 * rank + 4) if world > 1 and not mesh else slice(None)
+    with polyreme.initialize(model, config, loss_fn=loss_fn) as engine:
+        for _ in range(2):
+            engine.train_step((x[share], x[share, :3]))
+        numbers = engine.state_dict()
+    return float(numbers.get("loss.temperature", loss.temperature))
+
+
+@pytest.mark.parametrize(
+    ("form", "world", "mesh"),
+    [
+        ("module", 1, {}),
+        ("module", 2, {}),
+        ("module", 2, {"pp": 2}),
+        ("closure", 1, {}),
+        ("frozen", 2, {}),
+        ("of the model", 2, {}),
+    ],
+)
+def test_parameters_of_a_loss_that_nobody_trains_are_told_once(
+    form: str, world: int, mesh: dict[str, int]
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = threads.run(world, with_a_loss, form, mesh)
+    texts = [str(each.message) for each in told if "none of the model's" in str(each.message)]
+    assert len(texts) == (form in ("module", "closure"))
+    assert all("of shape ()" in text and "submodule" in text for text in texts)
+    assert (found[0] != 0.5) == (form == "of the model")
+
+
 def without_labels(rank: int, world: int, accumulation: int) -> None:
     """Micro-batches without any label, on one rank alone."""
     ids = torch.randint(0, 11, (8, 4), generator=torch.Generator().manual_seed(0))

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.errors import BatchError, ModelError
 from polyreme.models.tensor_access import touching
+from polyreme.zero.parameter import engine_of
 
 MEAN, SUM = 1, 2
 """torch's numbers of reductions."""
@@ -31,15 +32,25 @@ BY_FREQUENCY = (
 
 def refuse_by_frequency(roots: Iterable[Tensor]) -> None:
     """Raise ModelError where a lookup anywhere behind `roots` has `scale_grad_by_freq`."""
+    if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in _behind(roots)):
+        raise ModelError(f"the model looks rows up with scale_grad_by_freq=True, {BY_FREQUENCY}")
+
+
+def of_no_engine(loss: Tensor) -> list[nn.Parameter]:
+    """Parameters that `loss` depends on and that no engine was given."""
+    leaves = (getattr(node, "variable", None) for node in _behind([loss]))
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and engine_of(leaf) is None]
+
+
+def _behind(roots: Iterable[Tensor]) -> Iterator[Any]:
+    """All nodes of the graph behind `roots`."""
     waiting, seen = [root.grad_fn for root in roots], set[Any]()
     while waiting:
         node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "_saved_scale_grad_by_freq", False):
-            raise ModelError(f"the model looks rows up with scale_grad_by_freq=True, {BY_FREQUENCY}")
-        waiting += [inner for inner, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [inner for inner, _ in node.next_functions]
 
 
 def weight_of(loss: Tensor) -> float | None:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
-from polyreme.errors import NumericsError, warn
+from polyreme.errors import NumericsError, named, warn
 from polyreme.models import huggingface
 from polyreme.pipeline import weight_gradients
 from polyreme.pipeline.executor import Calls, Runner, RunStage
@@ -29,7 +29,7 @@ from polyreme.step.activations import Activations
 from polyreme.step.batches import MicroBatch, filled, is_list, micro_batches, micro_batches_of
 from polyreme.step.fit import UNKNOWN, FirstBatch, agreed
 from polyreme.step.loss import Objective
-from polyreme.step.loss_graph import Unrecorded, refuse_penalty
+from polyreme.step.loss_graph import Unrecorded, of_no_engine, refuse_penalty
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
 from polyreme.step.randomness import Randomness
 from polyreme.step.step import Step, StepResult, recut
@@ -70,6 +70,7 @@ class Passes:
         self._objective, self._activations = objective, activations
         self._follow(pipeline)
         self._looked = mesh.pp.size == 1  # at the loss of a pipeline
+        self._told = objective.is_own  # of parameters that a loss_fn has
         model, repeated = objective.model, (nn.ModuleList, nn.Sequential)
         lists = (name for name, m in model.named_modules() if isinstance(m, repeated))
         self._lists = tuple(f"{name}.".lstrip(".") for name in lists)
@@ -241,7 +242,13 @@ class Passes:
         return Unrecorded(self._of_blocks, huggingface.tensors_in(output))
 
     def _look_at(self, output: Any, loss: Tensor, weight: float) -> None:
-        """Refuse a loss that the stages of a pipeline cannot compute; a model's own is looked at once."""
+        """Refuse a loss that the stages of a pipeline cannot compute; a model's own is looked at once.
+        Say once that nobody trains what a loss_fn has of its own."""
+        if not self._told and loss.grad_fn is not None:
+            self._told = True
+            if others := of_no_engine(loss):
+                shapes = named([f"of shape {tuple(each.shape)}" for each in others])
+                warn(_UNTRAINED.format(shapes), every=self._mesh.pp.size > 1)
         if self._looked or not weight or loss.grad_fn is None:
             return
         self._looked = self._objective.is_own
@@ -281,6 +288,13 @@ class Passes:
         lines = [f"\n  rank {rank}: first made by {what}" for rank, what in sorted(reports)]
         advice = '\n  lower the learning rate, check the data, or set precision.on_nonfinite = "skip"'
         return "".join(lines) + advice
+
+
+_UNTRAINED = (
+    "the loss depends on parameters that are none of the model's ({}), and this engine trains none of them: "
+    "make the module that has them a submodule of the model, or call requires_grad_(False) on it where they "
+    "are to stay as they are"
+)
 
 
 @contextmanager
