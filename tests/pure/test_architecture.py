@@ -101,7 +101,7 @@ BUDGETS = {
     "optim": 1378,
     "pipeline": 1202,
     "planner": 237,
-    "step": 3933,
+    "step": 3938,
     "tensor": 1902,
     "zero": 2751,
     "": 425,

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,66 @@ def left(rank: int, world: int, folder: Path) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_engine_that_is_gone_leaves_nothing(ranks: Ranks, tmp_path: Path, world: int) -> None:
     assert ranks(world, left, tmp_path) == [[]] * world
+
+
+def refers(what: str, engine: polyreme.Engine) -> None:
+    """Have something of the model's hold the engine, as a script's own functions often do."""
+    module, seen = engine.module, lambda *_: (engine, None)[1]
+    first = next(module.parameters())
+    act: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "an attribute": lambda: vars(module).update(engine=engine),
+        "a hook of the model": lambda: module.register_forward_hook(seen),
+        "a hook of a block": lambda: module[0].register_full_backward_hook(seen),
+        "a hook of a parameter": lambda: first.register_hook(seen),
+        "an attribute of a parameter": lambda: vars(first).update(engine=engine),
+        "a callback": lambda: setattr(engine, "on_gradients", seen),
+        "the loss function": lambda: engine._objective._loss_fn.holds.append(engine),  # type: ignore[union-attr]
+    }
+    act[what]()
+
+
+HOLDERS = ("nothing", "an attribute", "a hook of the model", "a callback", "the loss function")
+IN_GRAPHS = ("a hook of a block", "a hook of a parameter", "an attribute of a parameter")
+"""What autograd's graph leads to, which no collector can free while a forward waits for its backward."""
+
+
+class Loss(nn.MSELoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds: list[object] = []
+
+
+def referred(rank: int, world: int) -> list[str]:
+    """What is left of engines that the model or the loss function refers to."""
+    found = []
+    for stage in (0, 3):
+        for what in (*HOLDERS, *IN_GRAPHS):
+            engine = polyreme.initialize(
+                network(), {"batch": {"size": 4}, "zero": {"stage": stage, "min_bucket": 0}}, loss_fn=Loss()
+            )
+            refers(what, engine)
+            x = torch.ones(4, WIDTH)
+            engine.train_step((x, x))
+            nn.functional.mse_loss(engine(x), x).backward()
+            if what not in IN_GRAPHS:
+                engine.step()
+                engine(x)  # whose backward does not come
+            of = {
+                "engine": engine,
+                "training": engine._training,
+                "step": engine._step,
+                "model": engine.module,
+            }
+            known = {name: weakref.ref(each) for name, each in of.items()}
+            del engine, of
+            gc.collect()
+            found += [f"stage {stage}, {what}: {name}" for name, each in known.items() if each() is not None]
+    return found + ["torch.autograd.backward is not torch's own"] * (torch.autograd.backward is not BACKWARD)
+
+
+def test_an_engine_that_its_model_refers_to_is_freed(ranks: Ranks) -> None:
+    assert ranks(1, referred) == [[]]
 
 
 HOOKS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -25,18 +25,23 @@ _scaled = -1  # autograd's number of the last backward that came through a scale
 
 
 def watch(who: object) -> None:
-    """Watch what scalers do, until `who`, or the last of several, calls `forget`."""
+    """Watch what scalers do, until `who`, or the last of several, calls `forget` or is gone."""
     if not _OWN:
         for name, instead in (("scale", _scale), ("unscale_", _unscale), ("step", _step)):
             _OWN[name] = getattr(GradScaler, name)
             setattr(GradScaler, name, functools.wraps(_OWN[name])(instead))
     _WATCHING.add(who)
+    finalize(who, _restore).atexit = False
 
 
 def forget(who: object) -> None:
     """End what `watch` began."""
     _WATCHING.discard(who)
-    if not _WATCHING:
+    _restore()
+
+
+def _restore() -> None:
+    if not [*_WATCHING]:
         for name, own in _OWN.items():
             setattr(GradScaler, name, own)
         _OWN.clear()

@@ -5,7 +5,6 @@ Communication: none."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -97,8 +96,6 @@ class Training:
         trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
         self.loop = Loop(module, objective, config, self.step, self._reducer, trained)
         self.sleep = Sleep(placement.buckets, self.updates)
-        self._at_end = weakref.finalize(self, self.loop.close)
-        self._at_end.atexit = False
         self.roster = Roster(module)
         self.source = Source(self.options, self.updates)
         self._view: OptimizerView | None = None
@@ -164,7 +161,6 @@ class Training:
         for refusal in self._refusals:
             refusal.remove()
             grad_scaler.allow_for(self._given)
-        self._at_end.detach()  # it holds the loop, and so all that is replaced
 
     def close(self, divided: bool, gather: bool = False) -> None:
         """Let go of the model: its parameters are plain ones again, where they are whole. `divided`: over

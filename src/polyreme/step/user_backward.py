@@ -2,7 +2,7 @@
 when the first of them comes, what the loss was made from is freed.
 
 Invariant: `torch.autograd.backward`, which `Tensor.backward` calls, is torch's own again when the last loop
-has closed. Communication: none.
+has closed or is gone. Communication: none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -32,19 +32,26 @@ _TORCH: Callable[..., None] = torch.autograd.backward
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of each backward, and of each of one scalar, in whichever thread, until `forget`."""
-    if not _LISTENERS:
+    """Tell `listener` of each backward, and of each of one scalar, in whichever thread, until `forget`, or
+    until it is gone."""
+    if not listeners() and not getattr(torch.autograd.backward, "polyreme", False):
         global _TORCH
         _TORCH = torch.autograd.backward
         torch.autograd.backward = _backward = functools.wraps(_TORCH)(_telling)
         _backward.polyreme = True  # type: ignore[attr-defined]
     _LISTENERS.add(listener)
+    finalize(listener, _restore).atexit = False
 
 
 def forget(listener: Listener) -> None:
     """Tell `listener` no more."""
     _LISTENERS.discard(listener)
-    if not _LISTENERS and getattr(torch.autograd.backward, "polyreme", False):
+    _restore()
+
+
+def _restore() -> None:
+    """Give torch its own function back where nobody listens."""
+    if not listeners() and getattr(torch.autograd.backward, "polyreme", False):
         torch.autograd.backward = _TORCH
 
 

@@ -75,19 +75,19 @@ class Loop:
         self._reached: Forward | None = None  # to whose output the backward under way came first
         self._aside = False  # the user has called the module since the last forward
         self._task = -1  # autograd's number of the last backward that came by
-        with torch._C.DisableTorchFunctionSubclass():
-            self._accumulators = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._parameters = parameters
         self._loss: Tensor | None = None  # the loss of the backward under way, if that is known
         self._announced: Callable[[], float] | None = None  # its weight
         self._hook = model.register_forward_pre_hook(Hook(partial(_called, weakref.ref(self))))
         listen(self)
         grad_scaler.watch(self)
-        reducer.unannounced = self._begin
+        # graphs lead to the reducer, and what autograd's own memory holds, Python's collector cannot free
+        reducer.unannounced = partial(_unannounced, weakref.ref(self))
+        # `finalize` holds its function for ever: it may not lead to the model or to functions of the script
+        weakref.finalize(self, self._hook.remove).atexit = False
 
     def close(self) -> None:
-        """Let go of graphs: their parameters may get other shapes, and what they hold in autograd's own
-        memory is not freed before."""
-        self._accumulators.clear()
+        """Let go of graphs: their parameters may get other shapes."""
         self._last = None
         self._hook.remove()
         forget(self)
@@ -302,7 +302,9 @@ class Loop:
 
     def _accumulates(self) -> bool:
         """Whether the backward under way gives any parameter a gradient."""
-        return _will_come_to(self._accumulators)
+        # not held: autograd's own memory holds a parameter, and all that its hooks hold, as long as its node
+        with torch._C.DisableTorchFunctionSubclass():
+            return _will_come_to(get_gradient_edge(p).node for p in self._parameters if p.requires_grad)
 
 
 def _raise(error: BatchError) -> float:
@@ -312,6 +314,11 @@ def _raise(error: BatchError) -> float:
 def _called(loop: weakref.ref[Loop], *_: Any) -> None:
     if (known := loop()) is not None:
         known.called()
+
+
+def _unannounced(loop: weakref.ref[Loop]) -> None:
+    if (known := loop()) is not None:
+        known._begin()
 
 
 def _arrived(loop: weakref.ref[Loop], forward: Forward, gradient: Tensor) -> None:
