@@ -103,7 +103,7 @@ BUDGETS = {
     "planner": 237,
     "step": 3938,
     "tensor": 1902,
-    "zero": 2751,
+    "zero": 2756,
     "": 425,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A

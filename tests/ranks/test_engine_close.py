@@ -125,7 +125,7 @@ def referred(rank: int, world: int) -> list[str]:
                 network(), {"batch": {"size": 4}, "zero": {"stage": stage, "min_bucket": 0}}, loss_fn=Loss()
             )
             refers(what, engine)
-            x = torch.ones(4, WIDTH)
+            x = torch.ones(4 // world, WIDTH) + rank
             engine.train_step((x, x))
             nn.functional.mse_loss(engine(x), x).backward()
             if what not in IN_GRAPHS:
@@ -144,8 +144,21 @@ def referred(rank: int, world: int) -> list[str]:
     return found + ["torch.autograd.backward is not torch's own"] * (torch.autograd.backward is not BACKWARD)
 
 
-def test_an_engine_that_its_model_refers_to_is_freed(ranks: Ranks) -> None:
-    assert ranks(1, referred) == [[]]
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_engine_that_its_model_refers_to_is_freed(ranks: Ranks, world: int) -> None:
+    assert ranks(world, referred) == [[]] * world
+
+
+def late(rank: int, world: int) -> None:
+    x = torch.ones(2, WIDTH)
+    loss = polyreme.initialize(network(), {"batch": {"size": 4}, "zero": {"stage": 3}})(x).sum()
+    gc.collect()
+    with pytest.raises(ModelError, match="an engine that is gone"):
+        loss.backward()
+
+
+def test_a_backward_behind_its_engine_is_refused(ranks: Ranks) -> None:
+    ranks(2, late)
 
 
 HOOKS = (

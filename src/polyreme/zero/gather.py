@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -284,9 +286,10 @@ class Blocks:
     def _watch(self, outputs: Sequence[Tensor], unit: Unit) -> None:
         """Have `unit` gathered before the backward of what made `outputs`."""
         if torch.is_grad_enabled():
+            begun = partial(_begun, ref(self), ref(unit))
             for tensor in outputs:
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._before_backward(unit))
+                    tensor.register_hook(begun)
 
     def _attribute_tensors(self, unit: Unit) -> Iterator[Tensor]:
         """What the unit's modules have as attributes: a forward may leave a loss there, whose backward does
@@ -305,42 +308,33 @@ class Blocks:
                     if isinstance(next(iter(found), None), Tensor):  # else it may be a vocabulary
                         yield from tensors_in(list(found))
 
-    def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
-        def enter(_: Tensor) -> None:
-            # whose derivatives read parameters again, in an order that is not the blocks'
-            self._keep |= torch.is_grad_enabled()
-            if (task := torch._C._current_graph_task_id()) != self._task:
-                self._task, self._position = task, len(self._trail)
-            if unit is self.root:
-                self._ensure_root()
-                return
-            # not here yet: go back to where it was used
-            if self._trail[self._position : self._position + 1] != [unit]:
-                at = self._position
-                while at > 0 and self._trail[at - 1] is not unit:
-                    at -= 1
-                self._position = max(at - 1, 0)
-            if (left := self._current) is not unit:
-                self._leave()
-                self._current, here = unit, self._here
-                self._here = (
-                    self._known
-                    and not self._keep
-                    and self._trail[self._position : self._position + 1] == [unit]
-                )
-                if (
-                    left is not None
-                    and not left.pinned
-                    and here
-                    and left not in self._trail[: self._position]
-                ):
-                    self._finished(left.buckets)
-            unit.gather()
-            for ahead in self._trail[max(self._position - self._prefetch, 0) : self._position][::-1]:
-                ahead.gather()
-            unit.ensure()
-
-        return enter
+    def before_backward(self, unit: Unit) -> None:
+        """Have `unit` gathered: the backward of what it computed begins."""
+        # whose derivatives read parameters again, in an order that is not the blocks'
+        self._keep |= torch.is_grad_enabled()
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task, self._position = task, len(self._trail)
+        if unit is self.root:
+            self._ensure_root()
+            return
+        # not here yet: go back to where it was used
+        if self._trail[self._position : self._position + 1] != [unit]:
+            at = self._position
+            while at > 0 and self._trail[at - 1] is not unit:
+                at -= 1
+            self._position = max(at - 1, 0)
+        if (left := self._current) is not unit:
+            self._leave()
+            self._current, here = unit, self._here
+            self._here = (
+                self._known and not self._keep and self._trail[self._position : self._position + 1] == [unit]
+            )
+            if left is not None and not left.pinned and here and left not in self._trail[: self._position]:
+                self._finished(left.buckets)
+        unit.gather()
+        for ahead in self._trail[max(self._position - self._prefetch, 0) : self._position][::-1]:
+            ahead.gather()
+        unit.ensure()
 
     @torch.no_grad()  # a backward does so
     def pass_by(self) -> None:
@@ -348,7 +342,7 @@ class Blocks:
         where this rank has nothing to compute."""
         if self._trail and any(unit.sharded for unit in (self.root, *self.units)):
             for unit in (self.root, *reversed(self._trail)):
-                self._before_backward(unit)(torch.empty(0))
+                self.before_backward(unit)
 
     def _leave(self) -> None:
         """Free the unit that forward or backward was in. Autograd runs nodes made later first, so once the
@@ -360,6 +354,16 @@ class Blocks:
         """Note a use of `unit`'s parameters."""
         if unit is not self._inside:
             unit.pin()
+
+
+def _begun(blocks: ref[Blocks], unit: ref[Unit], gradient: Tensor) -> None:
+    # autograd's own memory holds this, and Python's collector cannot free what that holds
+    if (mine := blocks()) is None or (its := unit()) is None:
+        raise ModelError(
+            "a backward comes to the model of an engine that is gone, whose parameters are in shards: keep a "
+            "reference to the engine, and call backward before engine.close() and engine.refresh()"
+        )
+    mine.before_backward(its)
 
 
 class Hook:
