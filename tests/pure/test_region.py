@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,21 @@ from polyreme.layout.region import StridedRange, strided_ranges
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[Cut, int]:
-    """A cut of any kind, and over how many ranks."""
+    """A cut of any kind, along one dimension or several, and over how many ranks."""
+    cut, ways = draw(single())
+    for dim in draw(st.permutations(range(len(cut.shape))))[: draw(st.integers(0, 2))]:
+        more, taken = draw(st.integers(1, 3)), {each.dim for each, _ in cut.along(0) if not each.keeps}
+        if dim in taken or cut.local[dim] < more or draw(st.booleans()):
+            inner = Cut.whole(cut.local, more)
+        else:
+            inner = Cut.padded(cut.local, dim, more)
+        cut, ways = cut.then(inner), ways * more
+    assert cut.ways == ways
+    return cut, ways
+
+
+@st.composite
+def single(draw: st.DrawFn) -> tuple[Cut, int]:
     ways = draw(st.integers(1, 4))
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
     kind = draw(st.sampled_from(["whole", "even", "padded", "packed"])) if shape else "whole"
@@ -63,6 +78,29 @@ def test_what_all_ranks_hold_is_the_whole(made: tuple[Cut, int], shards: int, ow
     assert torch.equal(whole.view(cut.shape), original)
     assert (counts == 1).all() or not owned
     assert (counts >= 1).all()
+
+
+@examples(200)
+@given(cuts())
+def test_split_then_join_is_the_identity(made: tuple[Cut, int]) -> None:
+    cut, ways = made
+    whole = torch.arange(1, math.prod(cut.shape) + 1).view(cut.shape)
+    parts = [cut.split(whole, rank) for rank in range(ways)]
+    assert all(part.shape == cut.local and part.is_contiguous() for part in parts)
+    assert torch.equal(cut.join(parts), whole)
+    assert not cut.is_whole or all(torch.equal(part, whole) for part in parts)
+
+
+def test_experts_are_divided_by_two_axes() -> None:
+    """Four experts over two ranks, and the rows of each over two others."""
+    cut = Cut.even((4, 6, 2), 0, 2).then(Cut.even((2, 6, 2), 1, 2))
+    assert (cut.ways, cut.local) == (4, (2, 3, 2))
+    assert [place for _, place in cut.along(3)] == [1, 1]
+    whole = torch.arange(48).view(4, 6, 2)
+    assert torch.equal(cut.split(whole, 2), whole[2:, :3])
+    assert strided_ranges(cut, 1, 0, 12) == [StridedRange(0, 6, 6, 2, 6, 12)]
+    with pytest.raises(ValueError, match=r"a cut of \(2, 6, 2\) along 0 divides no \(2, 6, 2\) once more"):
+        Cut.even((4, 6, 2), 0, 2).then(Cut.even((2, 6, 2), 0, 2))
 
 
 def test_a_tensor_that_is_not_cut_is_one_run() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -186,7 +186,8 @@ def _pack(specs: Sequence[TensorSpec], start: int) -> tuple[list[Slot], int]:
 class Cut:
     """How a whole tensor of `shape` is divided over ranks along `dim`: rank r holds the ranges `pieces[r]` of
     it, one behind the other, and zeros behind them up to `length`, so that every rank's tensor has the same
-    shape.
+    shape. With `inner`, what that leaves is divided once more, along another dimension, over ranks of
+    another axis: the ranks are then those of both axes, the last of which counts fastest.
 
     Ranks may hold the same numbers (a key-value head that several need); every number is held by one rank at
     least."""
@@ -195,6 +196,7 @@ class Cut:
     dim: int
     pieces: tuple[tuple[tuple[int, int], ...], ...]
     length: int
+    inner: Cut | None = None
 
     @classmethod
     def whole(cls, shape: Sequence[int], ways: int) -> Cut:
@@ -240,28 +242,50 @@ class Cut:
         bounds = [rank * size // ways for rank in range(ways + 1)]
         return cls(tuple(shape), dim, tuple(((a, b),) for a, b in pairwise(bounds)), ceil_div(size, ways))
 
+    def then(self, inner: Cut) -> Cut:
+        """This cut, and of what it leaves on each rank, `inner`. Raises ValueError where that is of another
+        shape or along a dimension that is cut already."""
+        taken = {cut.dim for cut, _ in self.along(0) if not cut.keeps}
+        if inner.shape != self.local or not (inner.keeps or inner.dim not in taken):
+            raise ValueError(f"a cut of {inner.shape} along {inner.dim} divides no {self.local} once more")
+        return replace(self, inner=inner if self.inner is None else self.inner.then(inner))
+
     @property
-    def is_whole(self) -> bool:
+    def ways(self) -> int:
+        """How many ranks the tensor is divided over."""
+        return len(self.pieces) * (self.inner.ways if self.inner else 1)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this cut alone leaves every rank all of it."""
         return all(held == ((0, self.length),) for held in self.pieces) and self.shape[
             self.dim : self.dim + 1
         ] in ((self.length,), ())
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self.keeps and (self.inner is None or self.inner.is_whole)
+
+    @property
     def local(self) -> tuple[int, ...]:
         """The shape of each rank's tensor."""
-        return (
-            self.shape
-            if not self.shape
-            else (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
-        )
+        return self.inner.local if self.inner else self._left
+
+    def along(self, rank: int) -> list[tuple[Cut, int]]:
+        """The cuts of one dimension that it is made of, and the rank's place in each."""
+        if self.inner is None:
+            return [(self, rank)]
+        outer, rest = divmod(rank, self.inner.ways)
+        return [(self, outer), *self.inner.along(rest)]
 
     def used(self, rank: int) -> int:
-        """Elements of the rank's tensor along `dim` that are not padding."""
+        """Elements of the rank's tensor along `dim` that are not padding; of this cut alone."""
         return sum(stop - start for start, stop in self.pieces[rank])
 
     def owned(self, rank: int) -> list[tuple[int, int]]:
-        """Ranges along `dim` of the rank's tensor that no rank before it holds: what it counts in a sum over
-        all ranks' numbers."""
+        """Ranges along `dim` of the rank's tensor that no rank before it holds, of this cut alone: what it
+        counts in a sum over all ranks' numbers."""
         taken = {piece for held in self.pieces[:rank] for piece in held}
         found: list[tuple[int, int]] = []
         at = 0
@@ -278,28 +302,42 @@ class Cut:
         """The rank's tensor, in memory of its own; `whole` itself where every rank holds all."""
         if self.is_whole:
             return whole
-        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.pieces[rank]]
-        if missing := self.length - self.used(rank):
-            parts.append(whole.new_zeros((*self.shape[: self.dim], missing, *self.shape[self.dim + 1 :])))
-        return (
-            parts[0].clone(memory_format=torch.contiguous_format)
-            if len(parts) == 1
-            else torch.cat(parts, self.dim)
-        )
+        for cut, place in self.along(rank):
+            whole = cut._part(whole, place)
+        return whole
 
     def put(self, local: Tensor, rank: int, whole: Tensor) -> Tensor:
         """Write the rank's numbers to their place in `whole`, without the padding; returns `whole`."""
         if not self.shape:
             return whole.copy_(local)
-        at = 0
-        for start, stop in self.pieces[rank]:
+        outer, at = rank, 0
+        if self.inner is not None:
+            outer, rest = divmod(rank, self.inner.ways)
+            local = self.inner.put(local, rest, self._part(whole, outer))
+        for start, stop in self.pieces[outer]:
             whole.narrow(self.dim, start, stop - start).copy_(local.narrow(self.dim, at, stop - start))
             at += stop - start
         return whole
 
     def join(self, locals_: Sequence[Tensor]) -> Tensor:
         """The whole tensor, from every rank's in rank order."""
-        whole = locals_[0].new_empty(self.shape)
+        whole = locals_[0].new_zeros(self.shape)
         for rank, local in enumerate(locals_):
             self.put(local, rank, whole)
         return whole
+
+    @property
+    def _left(self) -> tuple[int, ...]:
+        """The shape of what this cut alone leaves on each rank."""
+        if not self.shape:
+            return self.shape
+        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+
+    def _part(self, whole: Tensor, rank: int) -> Tensor:
+        """What this cut alone leaves on a rank, in memory of its own."""
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.pieces[rank]]
+        if missing := self.length - self.used(rank):
+            parts.append(whole.new_zeros((*self.shape[: self.dim], missing, *self.shape[self.dim + 1 :])))
+        if len(parts) == 1:
+            return parts[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(parts, self.dim)

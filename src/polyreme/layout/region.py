@@ -1,8 +1,8 @@
 """Regions: where the numbers that a rank holds lie in the whole tensors. Pure.
 
-A rank holds a range of the flattened part that tensor parallelism gave it of a tensor; in the whole tensor
-that is one run of numbers, or, where the tensor was cut along a later dimension, many equal runs at equal
-distances.
+A rank holds a range of the flattened part that it was given of a tensor, which is cut along one dimension or
+several; in the whole tensor that is one run of numbers, or, where the tensor was cut along a later dimension,
+many equal runs at equal distances.
 
 Invariant: `strided_ranges` over all ranks covers every number of the tensor; with `owned` each exactly once;
 padding is never part of a run."""
@@ -108,8 +108,8 @@ class Region:
 
     kind: what the numbers are (MODEL, MASTER, or the name of an optimizer's state). names: all that the model
     has for the tensor.
-    cut: how tensor parallelism divides it, and `rank` this rank's place in that. data: flat, the elements
-    from `start` on of this rank's flattened part, in memory or not."""
+    cut: how it is divided over ranks, and `rank` this rank's place in that. data: flat, the elements from
+    `start` on of this rank's flattened part, in memory or not."""
 
     kind: str
     names: Sequence[str]
@@ -124,8 +124,8 @@ class Region:
         return self.cut.shape
 
     def strided_ranges(self, owned: bool = False) -> list[StridedRange]:
-        """Where they are in the whole tensor; with `owned`, those that no rank of tensor parallelism before
-        this one has."""
+        """Where they are in the whole tensor; with `owned`, those that no rank of the cut before this one
+        has."""
         return strided_ranges(self.cut, self.rank, self.start, self.start + self.data.numel(), owned)
 
     def read(self, strided: StridedRange) -> Tensor:
@@ -139,29 +139,33 @@ class Region:
 
 
 def strided_ranges(cut: Cut, rank: int, start: int, stop: int, owned: bool = False) -> list[StridedRange]:
-    """The elements [start, stop) of the flattened tensor of tensor-parallel rank `rank`, which has the shape
+    """The elements [start, stop) of the flattened tensor of the cut's rank `rank`, which has the shape
     `cut.local`, without its padding; with `owned`, also without what a rank before it has."""
-    if start >= stop:
+    along = cut.along(rank)
+    if start >= stop or (owned and any(place and each.keeps for each, place in along)):
         return []
-    if not cut.shape:
-        return [] if owned and rank else [StridedRange(0, 0, 1)]
+    dividing = sorted((each for each in along if not each[0].keeps), key=lambda each: each[0].dim)
+    return [part for run in _runs(cut.shape, dividing, owned) for part in _clip(run, start, stop)]
+
+
+def _runs(shape: tuple[int, ...], along: Sequence[tuple[Cut, int]], owned: bool) -> Iterator[StridedRange]:
+    """What a rank has of a tensor that is cut along several dimensions, in their order."""
+    if not along:
+        yield StridedRange(0, 0, _product(shape))
+        return
+    cut, rank = along[-1]
     taken = {piece for pieces in cut.pieces[:rank] for piece in pieces} if owned else set()
-    inner = _product(cut.shape[cut.dim + 1 :])
-    local_step, whole_step = cut.length * inner, cut.shape[cut.dim] * inner
-    outer = _product(cut.shape[: cut.dim])
-    found: list[StridedRange] = []
-    at = 0
-    for a, b in cut.pieces[rank]:
-        if (a, b) not in taken and a < b:
-            size = (b - a) * inner
-            if size == local_step == whole_step:  # nothing between the runs: they are one
-                found += _clip(StridedRange(0, 0, size * outer), start, stop)
-            else:
-                found += _clip(
-                    StridedRange(at * inner, a * inner, size, outer, local_step, whole_step), start, stop
-                )
-        at += b - a
-    return found
+    inner = _product(shape[cut.dim + 1 :])
+    local_step, whole_step = cut.length * inner, shape[cut.dim] * inner
+    for rows in _runs(shape[: cut.dim], along[:-1], owned):
+        for i in range(rows.count):
+            local = (rows.local + i * rows.local_step) * local_step
+            whole = (rows.whole + i * rows.whole_step) * whole_step
+            for a, b in cut.pieces[rank]:
+                if (a, b) not in taken and a < b:
+                    size = (b - a) * inner
+                    yield StridedRange(local, whole + a * inner, size, rows.size, local_step, whole_step)
+                local += (b - a) * inner
 
 
 def _clip(strided: StridedRange, start: int, stop: int) -> list[StridedRange]:

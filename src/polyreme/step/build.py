@@ -328,13 +328,14 @@ def divide(
     """Leave of the model this rank's pipeline stages, and of their parameters its part for tensor
     parallelism."""
     cuts = {name: Cut.whole(p.shape, 1) for name, p in module.named_parameters(remove_duplicate=False)}
+    dividing: dict[tuple[str, ...], Axis] = {("tp",): mesh.tp}
     if mesh.tp.size > 1:
         sequence = config.mesh.sequence_parallel
         cuts = parallelize(
             module, mesh.tp, rules.plan(module, mesh.tp.size, config.mesh.tp_plan, sequence), sequence
         )
     if partition is None:
-        return Division({name: Sharding(each) for name, each in cuts.items()}, mesh.tp, mesh.pp)
+        return Division({name: Sharding(each) for name, each in cuts.items()}, dividing, mesh.pp)
     rank_of = pipeline.rank_of
     keep_stages(module, partition, pipeline.mine, mesh.device, DTYPES[config.precision.compute])
     shardings = {name: Sharding(each, partition.stages_of[name]) for name, each in cuts.items()}
@@ -343,7 +344,7 @@ def divide(
     )
     ties = {ranks: mesh.among("pp", ranks) for ranks in shared if len(ranks) > 1}
     ties = {ranks: axis for ranks, axis in ties.items() if axis.size > 1}
-    return Division(shardings, mesh.tp, mesh.pp, rank_of, ties, partition.stages_of)
+    return Division(shardings, dividing, mesh.pp, rank_of, ties, partition.stages_of)
 
 
 def divide_again(
@@ -388,7 +389,7 @@ def divide_again(
         if name not in roster.buffers:
             take_from_rank_0([buffer], mesh.device, mesh.loss)
     return Division(
-        {name: Sharding(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, mesh.tp, mesh.pp
+        {name: Sharding(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, {("tp",): mesh.tp}, mesh.pp
     )
 
 

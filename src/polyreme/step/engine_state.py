@@ -318,7 +318,7 @@ def _needs(
             first = names_of[part.name][0]
             if first not in found.name_of:
                 continue
-            cut, rank = placement.division.shardings[first].cut, placement.division.tp.rank
+            cut, rank = placement.division.shardings[first].cut, placement.division.over(first).rank
             name, size = found.name_of[first], part.stop - part.start
             needed = list(load.needs(source, name, cut, rank, part.start, part.stop, memory, part.offset))
             coming = Counter[str]()

@@ -19,6 +19,7 @@ from polyreme.config.schema import ZeroSection
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Boundary, BucketLayout, Cut, Slot, TensorSpec
+from polyreme.layout.region import strided_ranges
 from polyreme.models.tensor_access import entries
 from polyreme.offload.optimizer_states import OffloadedStates
 from polyreme.offload.parameters import OffloadedShard
@@ -48,23 +49,25 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What this rank has of a parameter: its cut over the ranks of tensor parallelism; and the pipeline
-    stages that have it."""
+    """What this rank has of a parameter: its cut over the ranks of axes `over`, in their order; and the
+    pipeline stages that have it."""
 
     cut: Cut
     stages: tuple[int, ...] = (0,)
+    over: tuple[str, ...] = ("tp",)
 
 
 @dataclass(frozen=True)
 class Division:
     """How the model is divided before ZeRO divides what each rank has.
 
-    shardings: every parameter's, by each of its names. rank_of: of each pipeline stage. ties: the axes over
+    shardings: every parameter's, by each of its names. dividing: the axes that divide parameters, by what
+    `Sharding.over` says. rank_of: of each pipeline stage. ties: the axes over
     ranks whose stages share parameters, by those ranks. computing: the stages whose forward uses a tensor, by
     each of its names."""
 
     shardings: Mapping[str, Sharding]
-    tp: Axis
+    dividing: Mapping[tuple[str, ...], Axis]
     pp: Axis
     rank_of: Sequence[int] = (0,)
     ties: Mapping[tuple[int, ...], Axis] = field(default_factory=dict)
@@ -76,9 +79,18 @@ class Division:
         stages = self.computing.get(name, ())
         return not stages or self.pp.rank in self.ranks_of(stages)
 
+    @property
+    def tp(self) -> Axis:
+        """The ranks of tensor parallelism."""
+        return self.dividing["tp",]
+
+    def over(self, name: str) -> Axis:
+        """The ranks that a parameter is divided over."""
+        return self.dividing[self.shardings[name].over]
+
     def local(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter."""
-        return self.shardings[name].cut.split(whole, self.tp.rank)
+        return self.shardings[name].cut.split(whole, self.over(name).rank)
 
     def ranks_of(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The ranks of the pipeline that have these stages."""
@@ -217,12 +229,12 @@ class Placement:
                 yield names, self.joined(slot, full[slot.start : slot.stop])
 
     def joined(self, slot: Slot, local: Tensor) -> Tensor:
-        """The whole of a tensor, of which `local`, flat, is this rank's part. All ranks of tensor parallelism
-        must call."""
-        tp, cut = self.division.tp, self.division.shardings[slot.name].cut
-        if cut.is_whole or tp.size == 1:
+        """The whole of a tensor, of which `local`, flat, is this rank's part. All ranks that it is divided
+        over must call."""
+        over, cut = self.division.over(slot.name), self.division.shardings[slot.name].cut
+        if cut.is_whole or over.size == 1:
             return local.view(slot.shape)
-        return cut.join([shard.view(slot.shape) for shard in tp.gathered(local).chunk(tp.size)])
+        return cut.join([shard.view(slot.shape) for shard in over.gathered(local).chunk(over.size)])
 
     def named(self, bucket: Bucket) -> list[tuple[list[str], Slot]]:
         """All names of each of the bucket's tensors, in the order of its layout."""
@@ -379,7 +391,8 @@ class _Kind(NamedTuple):
     boundary: Boundary
     before_blocks: bool  # those of the root are used either at the beginning of forward or at its end
     stages: tuple[int, ...]
-    owned: tuple[Owned, ...]  # one of each tensor-parallel rank, so that buckets are the same on all of them
+    over: tuple[str, ...]
+    owned: tuple[Owned, ...]  # one of each rank of `over`, so that buckets are the same on all of them
     whole: bool  # at stage 3, between steps, too
 
 
@@ -398,11 +411,13 @@ def _sorted(
             raise ModelError(f"the optimizer of {entry.names[0]} needs whole tensors, "
                              "and tensor parallelism gives each rank a part of it: "
                              "use an elementwise optimizer such as adamw, or write mesh.tp = 1")  # fmt: skip
-        owned = tuple(_owned(sharding.cut, rank) for rank in range(division.tp.size))
+        owned = tuple(_owned(sharding.cut, rank) for rank in range(division.over(entry.names[0]).size))
         first = entry.at < first_block
         trainable = recipe.trains(entry.names[0], parameter)
         whole = _is_whole(entry, settings, division)
-        kind = _Kind(settings.axis, trainable, dtype, boundary, first, sharding.stages, owned, whole)
+        kind = _Kind(
+            settings.axis, trainable, dtype, boundary, first, sharding.stages, sharding.over, owned, whole
+        )
         kinds[kind].append(entry)
     return kinds.items()
 
@@ -414,14 +429,18 @@ def _is_whole(entry: _Entry, settings: BucketSettings, division: Division) -> bo
 
 
 def _owned(cut: Cut, rank: int) -> Owned:
-    owned, used = sum(stop - start for start, stop in cut.owned(rank)), cut.used(rank)
-    return "all" if owned == used else "some" if owned else "none"
+    every = math.prod(cut.local)
+    held, owned = (
+        sum(part.elements for part in strided_ranges(cut, rank, 0, every, only)) for only in (False, True)
+    )
+    return "all" if owned == held else "some" if owned else "none"
 
 
 def _counted(bucket: Bucket, kind: _Kind, division: Division) -> bool | Tensor:
-    """The value of `BucketGradients.counted`: what no tensor-parallel rank before this one has, on the first
-    of the stages that share it, in the first of the copies."""
-    owned, replicas = kind.owned[division.tp.rank], kind.axis.replicas
+    """The value of `BucketGradients.counted`: what no rank before this one has of those that it is divided
+    over, on the first of the stages that share it, in the first of the copies."""
+    rank, replicas = division.dividing[kind.over].rank, kind.axis.replicas
+    owned = kind.owned[rank]
     if replicas is not None and replicas.rank > 0:
         return False
     if owned == "none" or (division.pp.size > 1 and division.pp.rank != division.ranks_of(kind.stages)[0]):
@@ -430,9 +449,8 @@ def _counted(bucket: Bucket, kind: _Kind, division: Division) -> bool | Tensor:
         return True
     mask = torch.zeros(bucket.layout.size, dtype=bucket.formats.reduce)
     for slot in bucket.layout.slots:
-        cut = division.shardings[slot.name].cut
-        for start, stop in cut.owned(division.tp.rank):
-            mask[slot.start : slot.stop].view(slot.shape).narrow(cut.dim, start, stop - start).fill_(1)
+        for strided in strided_ranges(division.shardings[slot.name].cut, rank, 0, slot.size, owned=True):
+            strided.of(mask[slot.start : slot.stop]).fill_(1)
     return mask[bucket.own].to(bucket.device)
 
 

@@ -105,23 +105,24 @@ def _empty(bucket: Bucket) -> list[Range]:
 def _states(placement: Placement, update: Update, part: slice, numbers: bool = True) -> Iterator[Region]:
     """The optimizer's states that lie in the part of the bucket's flat buffer; `numbers`: those that are one
     number, too."""
-    bucket, tp = update.bucket, placement.division.tp
+    bucket, division = update.bucket, placement.division
     named = _named(placement, bucket)
     for interval, state in update.state.by_interval():
         start, stop = overlap(interval, part)
         both = ((inside, each) for inside in bucket.layout.within(start, stop) for each in state.items())
         for inside, (kind, value) in both:
             names, slot = named[inside.name]
+            over = division.over(names[0])
             if (number := _number(value)) is not None:
                 if numbers and inside.start == 0:
-                    yield Region(kind, names, Cut.whole((), tp.size), tp.rank, 0, number.reshape(1))
+                    yield Region(kind, names, Cut.whole((), over.size), over.rank, 0, number.reshape(1))
             elif isinstance(value, Tensor | Stored):
                 if value.numel() == interval.size and (interval.slot is None or value.shape == slot.shape):
                     at = start - interval.start + inside.offset
                     yield _region(placement, named, kind, inside, part_of(value, at, at + inside.size))
                 else:  # an optimizer of whole tensors has states with shapes of their own
-                    whole = Cut.whole(tuple(value.shape), tp.size)
-                    yield Region(kind, names, whole, tp.rank, 0, part_of(value, 0, value.numel()))
+                    whole = Cut.whole(tuple(value.shape), over.size)
+                    yield Region(kind, names, whole, over.rank, 0, part_of(value, 0, value.numel()))
             elif value is not None:
                 raise CheckpointError(
                     f"the optimizer's state {kind!r} of {names[0]} is a "
@@ -145,7 +146,7 @@ def _region(
         kind,
         names,
         placement.division.shardings[names[0]].cut,
-        placement.division.tp.rank,
+        placement.division.over(names[0]).rank,
         inside.start,
         data,
     )
