@@ -93,7 +93,7 @@ BUDGETS = {
     "files": 324,
     "integrations": 386,
     "job": 746,
-    "launch": 3079,
+    "launch": 3082,
     "layout": 393,
     "models": 937,
     "monitor": 508,

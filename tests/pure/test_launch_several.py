@@ -6,6 +6,7 @@ import io
 import shlex
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,6 +56,22 @@ def test_the_variables_that_go_along() -> None:
         several.forwarded(["NONE"], there)
 
 
+def test_one_host_alone_failed_first() -> None:
+    started = several._Started(Mock(), [])
+    outcomes = {
+        "a": "rank 0 of 2 failed first: it waited",
+        "b": "rank 1 of 2 failed first: it was ended by SIGKILL",
+    }
+    a, b = (
+        Mock(outcome={"message": message, "exit_status": 1, "rank": rank})
+        for rank, message in enumerate(outcomes.values())
+    )
+    a.name, b.name = outcomes
+    assert str(started._report([b, a])) == (
+        f"on b: {outcomes['b']}\nthen on a: rank 0 of 2 failed: it waited"
+    )
+
+
 def test_whose_output_is_printed_how(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
     printer = Printer()
     printer.begin("a", "ssh", 0, 1)
@@ -100,6 +117,12 @@ def test_ipv6_addresses() -> None:
         hostfile.parse_inclusion_exclusion(pool, "fd00::1:1", "")
     with pytest.raises(hostfile.ResourceError, match="mpirun takes fd00::1 for a host and its ranks"):
         mpirun.ranks_of(some | {"fd00::1": [0]})
+
+
+@pytest.mark.parametrize("host", ["[fd00::1", "a[1-4]", "[]", "-oProxyCommand=x"])
+def test_what_is_no_host_is_a_wrong_line(host: str) -> None:
+    with pytest.raises(hostfile.ResourceError, match=r"line 2, .*: a host is a name or an address"):
+        hostfile.parse_hostfile(["a slots=1", f"{host} slots=1"])
 
 
 @pytest.mark.parametrize("host", ["[fd00::1]:22", "gpu1:22"])

@@ -59,11 +59,13 @@ def parse_hostfile(hostfile_lines: Iterable[str]) -> Pool:
             why = "write HOST slots=N, a host in a line"
         elif not 1 <= int(entry[2]) <= MOST:
             why = f"a host has 1 to {MOST} slots; begin the line with # to leave the host out"
-        elif (re.search(r":\d+$", host) and host.count(":") == 1) or "]" in host:
+        elif re.fullmatch(r"([^:]*|.*\]):\d+", host):
             why = (
                 f"{host} is with a port; write the host alone, and the port in ~/.ssh/config or as --ssh "
                 "'ssh -p PORT'"
             )
+        elif not re.fullmatch(r"[^-\[\]][^\[\]]*", host):
+            why = "a host is a name or an address, an IPv6 one perhaps in brackets; ssh takes no other"
         elif host in pool:
             why = f"it has {host} twice, as line {lines[host]}; give all its slots in one line"
         else:

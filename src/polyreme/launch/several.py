@@ -460,7 +460,8 @@ class _Started:
         for host in others:
             message = (host.outcome or {}).get("message")
             if message and message != told["message"]:
-                text += f"\nthen on {host.name}: {message.splitlines()[0]}"
+                why = message.splitlines()[0].replace(" failed first: ", " failed: ", 1)
+                text += f"\nthen on {host.name}: {why}"
         return RanksFailedError(text, told["exit_status"], told["rank"], told.get("traceback"))
 
     def close(self) -> None:
