@@ -3,6 +3,7 @@ optimizer and its schedule: a run that was killed and goes on is the one that ne
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch.optim import lr_scheduler as schedulers
 import polyreme
 import threads
 from cover import some
-from polyreme.errors import ConfigError, ModelError
+from polyreme.checkpoint import manifest
+from polyreme.errors import CheckpointError, ConfigError, ModelError
 
 STEPS, SAVED = 6, 3
 
@@ -471,3 +473,37 @@ def test_keys_beside_an_own_optimizer_are_told() -> None:
         assert begun_with(OPTIMIZERS[way]) == []
         assert "optimizer.name = 'sgd'" in begun_with(OPTIMIZERS[way], name="sgd")[0]
     assert begun_with(OPTIMIZERS["class"], lr=0.5) == []
+
+
+JUNK: dict[str, Callable[[Any], Any]] = {
+    "eps": lambda options: options["groups"][0].update(eps=[]),
+    "maximize": lambda options: options["groups"][0].update(maximize=float("nan")),
+    "weight_decay": lambda options: options["groups"][0].update(weight_decay="junk"),
+    "betas": lambda options: options["groups"][0].update(betas=[0.9]),
+    "last_epoch": lambda options: options["scheduler"].update(last_epoch="junk"),
+    "base_lrs": lambda options: options["scheduler"].update(base_lrs=[None]),
+}
+
+
+@pytest.mark.parametrize("option", JUNK)
+def test_options_that_no_optimizer_has_are_refused(option: str, tmp_path: Path) -> None:
+    """With a checksum that is right, too, which any program can write."""
+    model = network()
+    engine = polyreme.initialize(
+        model,
+        {"batch": {"size": 8}},
+        optimizer=adamw,
+        lr_scheduler=lambda optimizer: schedulers.StepLR(optimizer, 2),
+        loss_fn=F.mse_loss,
+    )
+    engine.train_step(batch(0, 1, 0))
+    path = engine.save(tmp_path / "saved")
+    tree = json.loads((path / "resume.json").read_text())
+    tree.pop("self")
+    JUNK[option](tree["state"]["options"])
+    (path / "resume.json").write_text(json.dumps(tree | {"self": manifest._checksum(tree)}))
+    before = engine.state_dict()
+    with pytest.raises(CheckpointError, match=f"(?s)resume.json.*{option} = "):
+        engine.load(path)
+    assert all(torch.equal(before[name], each) for name, each in engine.state_dict().items())
+    engine.close()

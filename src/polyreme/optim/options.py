@@ -16,7 +16,7 @@ from polyreme.config import Progress
 from polyreme.errors import ConfigError, ModelError, Problem, warn
 from polyreme.optim.groups import Recipe
 from polyreme.optim.lr_schedule import LRSchedule
-from polyreme.optim.saved_options import Groups, coming, like, lost, options_of, plain, put, take
+from polyreme.optim.saved_options import Groups, coming, like, lost, options_of, plain, put, take, unlike
 from polyreme.optim.torch_scheduler import TorchScheduler
 
 Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
@@ -208,6 +208,21 @@ class Options:
             for key in [k for k in SWITCHES if any(k in then and not then[k] for then in groups)]:
                 found.append([{**group, key: True} for group in self.groups])
         return found
+
+    def unusable(self, state: Mapping[str, Any]) -> str:
+        """What of a saved `state` could never have been an option here, such as a text for a number; empty
+        where there is nothing."""
+        found = []
+        groups = state.get("groups", [])
+        if len(groups) == len(self.groups):
+            found += [
+                unlike(options_of(group), then) for group, then in zip(self.groups, groups, strict=True)
+            ]
+        if self._scheduler is not None and state.get("by") == self._scheduler.name:
+            found.append(unlike(plain(self._scheduler.made.state_dict()), state.get("scheduler", {})))
+            ours = self._scheduler.made.optimizer.param_groups
+            found += map(unlike, map(options_of, ours), state.get("followed", ()))
+        return next(filter(None, found), "")
 
     def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> list[str]:
         """Go on from `state`, and from `progress`. Options that a script had set by then count, and those of

@@ -55,6 +55,23 @@ def like(now: Any, saved: Any) -> Any:
     return saved
 
 
+def unlike(now: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    """The first of the saved values that is of no kind that `now` could have, as `key = value`; empty where
+    there is none. Both are `plain`."""
+    return next((f"{k} = {v!r:.200}" for k, v in saved.items() if k in now and not _fits(now[k], v)), "")
+
+
+def _fits(now: Any, saved: Any) -> bool:
+    if isinstance(now, bool):
+        return saved in (None, False, True)
+    if isinstance(now, int | float):
+        return isinstance(saved, int | float) and saved == saved  # no NaN
+    if isinstance(now, list):
+        alike = isinstance(saved, list) and len(saved) == len(now)
+        return alike and all(map(_fits, now, saved))
+    return not isinstance(now, Mapping) or isinstance(saved, Mapping)
+
+
 OF_CLASS = "decoupled_weight_decay"
 """An option that makes one class of another: Adam with it is AdamW."""
 

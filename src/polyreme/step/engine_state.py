@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from polyreme.checkpoint import load
 from polyreme.checkpoint.collective_errors import collectively
+from polyreme.checkpoint.files import damaged
 from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.formats.huggingface import ADAPTERS, Directory
-from polyreme.checkpoint.manifest import Resume, lacking
+from polyreme.checkpoint.manifest import NAME, Resume, lacking
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.reader import Need
 from polyreme.checkpoint.run_directory import RunDirectory
@@ -362,7 +363,10 @@ def _try_options(contents: EngineContents, source: Source, found: load.Match) ->
     """Have each optimizer expect the states that the source has, where it has them by its options: as it was
     made, as they are now, or as they were saved."""
     resume: Resume | None = getattr(source, "resume", None)
-    ways = contents.step.progress.options.ways({} if resume is None else resume.state.get("options", {}))
+    options, saved = contents.step.progress.options, {} if resume is None else resume.state.get("options", {})
+    if wrong := options.unusable(saved):
+        raise damaged(source.path / NAME, f"state: the optimizer cannot have the option {wrong}")
+    ways = options.ways(saved)
     for update in contents.updates:
         there = {
             slot.name: _states_of(source, found.name_of.get(names[0], "")).keys()
