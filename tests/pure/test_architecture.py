@@ -89,7 +89,7 @@ BUDGETS = {
     "config": 1045,
     "data": 674,
     "deferred_init": 416,
-    "distributed": 2939,
+    "distributed": 2949,
     "files": 324,
     "integrations": 386,
     "job": 746,

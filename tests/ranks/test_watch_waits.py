@@ -90,7 +90,12 @@ CASES = {
     "eval": ("in eval_step", "in train_step", "in eval_step failed", "in train_step failed", "same calls"),
     "small eval": ("in eval_step", "in train_step", "same calls"),
     "save": ("in save", "in train_step", "same calls"),
-    "validation": ("; a model that each rank calls as often", "by engine.eval_step"),
+    "validation": (
+        ". Before, rank ",
+        " outside of the engine's methods, as where engine.module is called",
+        "; a model that each rank calls as often",
+        "by engine.eval_step",
+    ),
 }
 
 

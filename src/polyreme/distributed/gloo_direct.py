@@ -28,7 +28,7 @@ from torch import Tensor
 from polyreme.distributed.process_group import of_cpus
 from polyreme.distributed.shared_memory import Board, heap, peer
 from polyreme.distributed.sums import put, sum_into
-from polyreme.distributed.watch import Meeting
+from polyreme.distributed.watch import WATCH, Meeting
 from polyreme.distributed.work import DONE, UNSETTLED, Message, Work, reporting
 
 STAGED = 4
@@ -294,7 +294,7 @@ class GlooDirect:
 
     def _next(self, what: str, notices: int) -> Exchange:
         number, notice, sign = self._begun, self._posted, zlib.crc32(what.encode())
-        self.meeting.begun.append((number, what))
+        self.meeting.begun.append((number, what, WATCH.call))
         self._begun, self._posted = self._begun + 1, self._posted + notices
         return Exchange(what, number, notice, sign, number % NUMBERS * SIGNS + sign % SIGNS)
 

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,7 +52,8 @@ class Meeting:
         self.group, self.ranks = group, tuple(dist.get_process_group_ranks(group))
         Meeting.made[self.ranks] = Meeting.made.get(self.ranks, 0) + 1
         self.key = f"{self.ranks}#{Meeting.made[self.ranks]}"
-        self.begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        self.begun: deque[tuple[int, str, str]] = deque(maxlen=REMEMBERED)
+        """Of each its number, what it is, and the engine's method in which it was begun."""
         WATCH.meetings.add(self)
 
     def others(self) -> list[int]:
@@ -226,7 +227,7 @@ class Watch:
         late = [
             rank
             for rank in meeting.others()
-            if (there := self._at(rank)) is None or number not in dict(there["begun"].get(meeting.key, []))
+            if (there := self._at(rank)) is None or number not in _by_number(there, meeting)
         ]
         silent = [rank for rank in late if (there := self._at(rank)) is None or not there["waits"]] or late
         if peer in silent and self._lasted < self.deadline:
@@ -313,16 +314,23 @@ class Watch:
     def _why_other_call(self, wait: Wait) -> str:
         """Why the wait has no end, where another rank of its meeting began another operation in its place."""
         for rank in wait.meeting.others():
-            there = self._at(rank)
-            other = (
-                wait.what
-                if there is None
-                else dict(there["begun"].get(wait.meeting.key, [])).get(wait.number, wait.what)
-            )
+            there = _by_number(self._at(rank), wait.meeting)
+            other, call = there.get(wait.number, (wait.what, ""))
             if other != wait.what:
                 return (
                     f"rank {rank} began another operation in its "
-                    f"place, {other}{within(there['call'])}; {_WAY}"
+                    f"place, {other}{within(call)}{self._first_apart(wait, rank, there)}; {_WAY}"
+                )
+        return ""
+
+    def _first_apart(self, wait: Wait, rank: int, there: Mapping[int | None, tuple[str, str]]) -> str:
+        """The first of the remembered operations that this rank and the other one began in unlike calls."""
+        for number, what, call in wait.meeting.begun:
+            other = there.get(number, (what, call))
+            if number != wait.number and other[1] != call:
+                return (
+                    f". Before, rank {rank} began {other[0]}{within(other[1]) or _OUTSIDE}, and this "
+                    f"rank {what}{within(call) or _OUTSIDE}"
                 )
         return ""
 
@@ -366,7 +374,7 @@ class Watch:
                 )
                 for other in members:
                     if (at := self._at(other)) is None or max(
-                        (n for n, _ in at["begun"].get(key, [])), default=-1
+                        (n for n, *_ in at["begun"].get(key, [])), default=-1
                     ) >= number:
                         continue  # nothing is known of it, or it came
                     if other == mine:
@@ -407,6 +415,13 @@ def within(call: str) -> str:
     return f" in {call}" if call else ""
 
 
+def _by_number(there: Any, meeting: Meeting) -> dict[int | None, tuple[str, str]]:
+    """What a rank that told where it is began with a meeting's ranks, and in which call."""
+    begun = [] if there is None else there["begun"].get(meeting.key, [])
+    return {number: (what, call) for number, what, call in begun}
+
+
+_OUTSIDE = " outside of the engine's methods, as where engine.module is called"
 _WAY = (
     "a model that each rank calls as often as it likes (validation on one rank, generate) is called within "
     "engine.full_parameters(), which all ranks enter, or on all ranks by engine.eval_step; else all ranks "
