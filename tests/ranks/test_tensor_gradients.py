@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import polyreme
 import threads
@@ -786,3 +787,38 @@ def test_every_function_that_communicates_says_what_it_makes_of_gradients() -> N
         if isinstance(each, type) and issubclass(each, Function) and each.__module__ == module.__name__
     ]  # fmt: skip
     assert len(functions) == 7 and all(hasattr(each, "passes") for each in functions)
+
+
+class Logits(LlamaForCausalLM):
+    """A language model that returns its logits alone."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+        super().__init__(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=HEADS))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).logits  # type: ignore[no-any-return]
+
+
+def hooked(rank: int, world: int, where: str, hook: str) -> list[Any]:
+    """Losses, and the gradients that a user's hook sees of logits."""
+    model, seen = Logits().double(), []
+    config = {"mesh": {"tp": world}, "precision": {"compute": "fp64"}, "batch": {"size": SAMPLES}}
+    engine = polyreme.initialize(
+        model, config, loss_fn=lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    )
+    register = getattr(model.get_submodule(where), hook)
+    register(lambda *arguments: seen.append(arguments[-1][0].clone()))
+    ids = torch.arange(SAMPLES * 5).view(SAMPLES, 5) % VOCABULARY
+    losses = [engine.train_step((ids, ids)).loss for _ in range(STEPS)]
+    assert len(seen) == STEPS
+    return [*losses, *seen]
+
+
+@pytest.mark.parametrize("where", ["lm_head", ""])
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_hook_sees_whole_gradients_of_divided_logits(where: str, hook: str) -> None:
+    alone = hooked(0, 1, where, hook)
+    for divided in threads.run(2, hooked, where, hook):
+        torch.testing.assert_close(divided, alone, rtol=1e-10, atol=1e-10)

@@ -1,10 +1,10 @@
 """Which functions of torch need the numbers of a tensor, and which only look at its shape, its place or its
-hooks; and how to look at names where those that need numbers are refused."""
+hooks; who looks at gradients; and how to look at names where those that need numbers are refused."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,3 +109,11 @@ def entries(module: nn.Module) -> dict[str, Tensor]:
     with torch._C.DisableTorchFunctionSubclass():
         found: dict[str, Tensor] = module.state_dict(keep_vars=True)
         return found
+
+
+def sees_gradients(modules: Iterable[nn.Module]) -> bool:
+    """Whether a hook of the user's on one of the modules, or on all that there are, sees gradients."""
+    of_all = torch.nn.modules.module
+    return bool(of_all._global_backward_hooks or of_all._global_backward_pre_hooks) or any(
+        module._backward_hooks or module._backward_pre_hooks for module in modules
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
+from polyreme.models.tensor_access import sees_gradients
 from polyreme.pipeline.weight_gradients import expected
 from polyreme.tensor import ops
 from polyreme.tensor.families import LINEAR
@@ -227,14 +228,17 @@ def install_dropout(site: Site, module: nn.Module, divided: bool) -> None:
     module.forward = wrapped
 
 
-def install_head(site: Site, module: nn.Module, cut: Cut) -> None:
-    """A head whose output is `VocabParallelLogits`."""
+def install_head(site: Site, module: nn.Module, cut: Cut, around: Iterable[nn.Module] = ()) -> None:
+    """A head whose output is `VocabParallelLogits`; or whole, where it or a module `around` it has a hook of
+    the user's that sees gradients, for which torch would take this rank's part out of them."""
+    hooked = (module, *around)
     used = cut.used(site.axis.rank)
     shape = ops.Shape(used=None if used == cut.length else used)
 
     def forward(x: Tensor) -> Tensor:
         (out,) = ops.columns(site.axis, x, [module.weight], [module.bias], [shape])  # type: ignore[list-item]
-        return VocabParallelLogits.of(out, site.axis, cut)
+        logits = VocabParallelLogits.of(out, site.axis, cut)
+        return logits.whole() if sees_gradients(hooked) else logits
 
     module.forward = forward  # its sizes stay those of the logits that it seems to return
 

@@ -79,7 +79,8 @@ def parallelize(
         elif isinstance(style, Vocabulary) and isinstance(embedding := modules[name], nn.Embedding):
             install_embedding(site, embedding, cuts[f"{name}.weight"])
         elif isinstance(style, Vocabulary):
-            install_head(site, modules[name], cuts[f"{name}.weight"])
+            around = [each for path, each in modules.items() if not path or name.startswith(f"{path}.")]
+            install_head(site, modules[name], cuts[f"{name}.weight"], around)
     for name, divided in plan.dropouts.items():
         install_dropout(site, modules[name], divided)
     for name, owner in {**blocks, "": model}.items():  # the model itself for what is outside of its blocks

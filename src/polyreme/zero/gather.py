@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from polyreme.errors import ModelError
 from polyreme.models.compiler import uncompiled
 from polyreme.models.huggingface import returned, tensors_in
+from polyreme.models.tensor_access import sees_gradients
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.parameter import in_backward
 from polyreme.zero.released import refuse_loading, tell_of_uses
@@ -160,10 +161,7 @@ class Blocks:
     @property
     def watched(self) -> bool:
         """Whether modules have hooks of the user's that see gradients."""
-        of_all = torch.nn.modules.module
-        return bool(of_all._global_backward_hooks or of_all._global_backward_pre_hooks) or any(
-            module._backward_hooks or module._backward_pre_hooks for module in self._model.modules()
-        )
+        return sees_gradients(self._model.modules())
 
     def restart(self) -> None:
         """Forget forwards that had no backward, before the first forward of a step."""
