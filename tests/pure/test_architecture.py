@@ -93,7 +93,7 @@ BUDGETS = {
     "files": 324,
     "integrations": 386,
     "job": 746,
-    "launch": 3082,
+    "launch": 3090,
     "layout": 393,
     "models": 940,
     "monitor": 508,

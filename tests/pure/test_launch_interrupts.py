@@ -150,3 +150,12 @@ def test_afterwards_the_signals_are_what_they_were(capfd: pytest.CaptureFixture[
     assert told == [signal.SIGINT] and signal.set_wakeup_fd(wakeup) == wakeup
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_a_launcher_sees_whether_a_rank_would_save() -> None:
+    """It promises so to whoever sends a signal."""
+    assert not signals.listens(os.getpid())
+    with signals.listening(lambda _: None):
+        assert signals.listens(os.getpid())
+    assert not signals.listens(os.getpid())

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from types import FrameType
 
 WISHES = (signal.SIGTERM, signal.SIGUSR1)
@@ -101,6 +102,17 @@ def listening(
         finally:
             for number, action in before.items():
                 signal.signal(number, action)
+
+
+def listens(process: int) -> bool:
+    """Whether a process is within `listening`, as nothing else takes SIGUSR1; True where the system does not
+    tell."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return True
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "f" * 16)
+    return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 @contextmanager

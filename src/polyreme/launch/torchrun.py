@@ -45,7 +45,7 @@ from polyreme.launch.peers import LINGER, Peers
 from polyreme.launch.processes import signal_group
 from polyreme.launch.rank import WORD_OF_STOP
 from polyreme.launch.requests import STOPPED
-from polyreme.launch.signals import ENDINGS, WISHES, Wishes, acknowledge
+from polyreme.launch.signals import ENDINGS, WISHES, Wishes, acknowledge, listens
 from polyreme.launch.streams import Printer, relayed
 
 POLL = 0.1  # seconds between looks at the ranks
@@ -366,10 +366,10 @@ class _Agent(LocalElasticAgent):
             _kill(self.processes().values())
             raise SignalException("again", signal.Signals(number))
         if first:
-            self._asked_at = time.monotonic()
-            if self.manner.interrupt_saves:
-                acknowledge(number)
-            for process in self.processes().values():
+            self._asked_at, processes = time.monotonic(), self.processes().values()
+            if self.manner.interrupt_saves and any(listens(each.pid) for each in processes):
+                acknowledge(number)  # else it ends them: no step has begun, or all is saved
+            for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)  # to the rank alone: what it started would not save, but end
 
