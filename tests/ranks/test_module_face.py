@@ -124,6 +124,7 @@ def test_what_has_one_meaning_works() -> None:
         "half": r"precision\.compute", "apply": "full_parameters", "requires_grad_": r"engine\.refresh",
         "own": r"the Model's: write engine\.module\.own", "kept": r"engine\.module\.kept",
         "register_forward_hook": r"module\.register_forward_hook", "nothing": "no attribute 'nothing'",
+        "device": r"engine\.mesh\.device", "dtype": r"precision\.compute", "unshard": "full_parameters",
     }.items(),
 )  # fmt: skip
 def test_what_an_engine_has_not_names_the_way(name: str, way: str) -> None:

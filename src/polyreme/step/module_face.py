@@ -44,6 +44,9 @@ WAYS = {
 WAYS |= {
     "register_comm_hook": "the engine communicates by its config (zero, precision.reduce): leave it out",
     "model": "the model is engine.module",
+    "device": "it is engine.mesh.device",
+    "dtype": "engine.config.precision.compute names it",
+    **dict.fromkeys(("summon_full_params", "unshard"), "enter `with engine.full_parameters() as whole:`"),
     **dict.fromkeys(("clip_grad_norm_", "clip_grad_value_"), CLIP),
     **dict.fromkeys(
         ("save_checkpoint", "save_pretrained"), "engine.save(path) writes a Hugging Face directory"
