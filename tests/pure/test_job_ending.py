@@ -3,6 +3,7 @@ on."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from polyreme.cli import endings
 from polyreme.config import Config, Duration
 from polyreme.distributed.environment import COMMAND
 from polyreme.errors import ConfigError, DataError, ModelError, Problem
+from polyreme.job.ended import standing
 from polyreme.job.ending import last_words
 
 
@@ -47,7 +49,8 @@ def test_the_newest_complete_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_run_begun_anew_has_no_part_in_those_before_it(run: Path) -> None:
     config = written(run, resume="never")
-    before = {save(run / "step-9", 9, config)}
+    save(run / "step-9", 9, config)
+    before = standing(run)
     assert last_words(config, before).startswith("there is no complete checkpoint yet; this begins anew:")
     save(run / "step-4", 4, config)
     assert last_words(config, before) == (
@@ -56,12 +59,23 @@ def test_a_run_begun_anew_has_no_part_in_those_before_it(run: Path) -> None:
     )
 
 
+def test_a_checkpoint_of_the_name_of_an_earlier_one_is_the_new_runs(run: Path) -> None:
+    config = written(run, resume="never")
+    save(run / "step-4", 4, config)
+    before = standing(run)
+    shutil.rmtree(run / "step-4")
+    save(run / "step-4", 4, config)
+    assert f"checkpoint is {run}/step-4;" in last_words(config, before)
+
+
 def test_a_run_from_elsewhere_goes_on_from_there_until_it_has_its_own(run: Path, tmp_path: Path) -> None:
     other = save(tmp_path / "other" / "step-7", 7, written(run))
     config = written(run, resume=str(other.parent))
-    before = {save(run / "step-9", 9, config)}
+    save(run / "step-9", 9, config)
+    before = standing(run)
     assert f"checkpoint is {other};" in last_words(config, before)
-    before = {*before, save(run / "step-8", 8, config, origin=str(other.parent))}
+    save(run / "step-8", 8, config, origin=str(other.parent))
+    before = standing(run)
     assert f"checkpoint is {run}/step-8;" in last_words(config, before)
 
 

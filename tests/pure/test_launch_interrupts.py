@@ -159,3 +159,11 @@ def test_a_launcher_sees_whether_a_rank_would_save() -> None:
     with signals.listening(lambda _: None):
         assert signals.listens(os.getpid())
     assert not signals.listens(os.getpid())
+
+
+def test_ctrl_c_while_a_rank_ends_leaves_no_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, "-m", "polyreme.launch.rank", str(os.getpid()), str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

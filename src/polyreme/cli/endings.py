@@ -29,7 +29,9 @@ def told(config: Config, speaks: bool, knows: bool) -> Iterator[None]:
 
     speaks: whether this process is to say it, and no other. knows: whether its own command is what the user
     gave; ranks that it starts then know it, too."""
-    before = set(Path(config.checkpoint.folder).glob("step-*"))
+    from polyreme.job.ended import standing
+
+    before = standing(config.checkpoint.folder)
     log = Path(config.checkpoint.folder) / LOG_NAME
     written = log.stat().st_mtime_ns if log.exists() else None
     mine = knows and COMMAND not in os.environ

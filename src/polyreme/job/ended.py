@@ -127,3 +127,9 @@ def told(key: str, before: Any, now: Any) -> str:
     """A change of a key in a line, with what it does."""
     effect = EFFECTS.get(key) or EFFECTS.get(key.partition(".")[0])
     return f"{key} = {toml(now)}, and was {toml(before)}{f': {effect}' if effect else ''}"
+
+
+def standing(folder: str | Path) -> frozenset[tuple[Path, int]]:
+    """What in a run's folder bears the name of a checkpoint, each with when it was written: the same name may
+    be written anew."""
+    return frozenset((each, each.lstat().st_mtime_ns) for each in Path(folder).glob("step-*"))

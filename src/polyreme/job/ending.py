@@ -20,9 +20,9 @@ from polyreme.job.ended import is_end
 from polyreme.job.resume import origin
 
 
-def last_words(config: Config, before: Collection[Path] = ()) -> str:
+def last_words(config: Config, before: Collection[tuple[Path, int]] = ()) -> str:
     """The newest complete checkpoint of the run that `config` describes, or that there is none, and how it
-    goes on. `before`: the checkpoints in its folder that were there when it began."""
+    goes on. `before`: what of its folder was `standing` when it began."""
     try:
         found = _newest(config, before)
     except OSError as error:  # a folder that cannot be read any more
@@ -48,7 +48,7 @@ def command_from(checkpoint: Path | None, config: Config) -> str | None:
     return shlex.join(words) or None
 
 
-def _newest(config: Config, before: Collection[Path]) -> Path | None:
+def _newest(config: Config, before: Collection[tuple[Path, int]]) -> Path | None:
     section, folder = config.checkpoint, RunDirectory(config.checkpoint.folder)
     if section.resume == "auto":
         return _first_whole(folder.candidates())
@@ -56,7 +56,7 @@ def _newest(config: Config, before: Collection[Path]) -> Path | None:
     own = [
         path
         for path in reversed(folder.saved())
-        if path not in before or (wanted and _origin(path) == wanted)
+        if (path, path.lstat().st_mtime_ns) not in before or (wanted and _origin(path) == wanted)
     ]
     if wanted is None:
         return _first_whole(own)

@@ -37,7 +37,7 @@ from polyreme.engine import Engine, StepResult, initialize
 from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
 from polyreme.files.folder_lock import holder
 from polyreme.job.checkpoints import Account, Checkpoints
-from polyreme.job.ended import nothing_to_do
+from polyreme.job.ended import nothing_to_do, standing
 from polyreme.job.ending import command_from, last_words
 from polyreme.job.fit import agreed
 from polyreme.job.resume import Beginning, find_beginning
@@ -166,8 +166,8 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
             monitors.message(note)
         if not beginning.checkpoints:
             _show_sample(config, engine, text, monitors, "before training")
-        alone = rank == 0 and LAUNCHED not in os.environ
-        with listening(job.ask_to_stop, aloud=alone, last_words=partial(last_words, config)):
+        alone, before = rank == 0 and LAUNCHED not in os.environ, standing(config.checkpoint.folder)
+        with listening(job.ask_to_stop, aloud=alone, last_words=partial(last_words, config, before)):
             job.train()
             if job.stopped is None:
                 _show_sample(config, engine, text, monitors, "after training")

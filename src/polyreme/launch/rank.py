@@ -81,6 +81,8 @@ def main(arguments: list[str]) -> None:
                 f"-m {target}: {error}; name a module that Python finds from {Path.cwd()}, or give a script"
             )
         _fail(error if isinstance(error, PolyremeError) else limits.named(error) or error, 1)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: it would only be a traceback at the exit
 
 
 def run(arguments: list[str]) -> None:
