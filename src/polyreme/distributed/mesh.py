@@ -193,6 +193,13 @@ class Axis:
         if self.size > 1:
             self.all_reduce(torch.zeros(1, device=self.backend.device)).settle()
 
+    def alone(self, source: int = 0) -> float:
+        """What each rank multiplies by what rank `source` alone is to give to a sum: 1 there and 0 elsewhere.
+        A simulated rank, whose sums are of what it gives itself, gives it in that one's place."""
+        if isinstance(self.backend, Simulated):
+            return 1 / self.size
+        return float(self.rank == source)
+
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor, not initialised, that ranks of this host can read: it is exchanged without a
         copy."""

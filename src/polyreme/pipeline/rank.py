@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from polyreme.config import Config
-from polyreme.distributed.mesh import Mesh
+from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.pipeline.schedule import Action, build, check, halves, stage_ranks
 
 
@@ -41,6 +41,10 @@ class PipelineRank:
             [action for action in one if action.op in ("F", "SA", "RA")],
             halves([row]),
         )
+
+    def counts(self, pp: Axis) -> float:
+        """How much this rank's loss counts in a sum over those of the pipeline, `pp`."""
+        return self.has_loss * pp.alone(self.rank_of[-1])
 
     @property
     def has_loss(self) -> bool:

@@ -146,7 +146,7 @@ class Passes:
             totals.add_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
 
         self._look(model, batch, add)
-        totals *= self._pipeline.has_loss and self._mesh.tp.rank == 0
+        totals *= self._pipeline.counts(self._mesh.pp) * self._mesh.tp.alone()
         self._mesh.world.all_reduce(totals).wait()
         loss_sum, total = totals.tolist()
         return EvalResult(loss_sum / total if total else math.nan, total)

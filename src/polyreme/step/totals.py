@@ -74,12 +74,12 @@ class StepSums:
     def __init__(
         self,
         mesh: Mesh,
-        tells: bool,
+        tells: float,
         options: Options,
         over_ranks: bool = False,
         replicas: Replicas | None = None,
     ) -> None:
-        """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel
+        """`tells`: how much the loss that this rank has counts; it does on one rank of each data-parallel
         one. `options`: the optimizer's. `over_ranks`: sums are divided by the number of these, not by the
         weights counted. `replicas`: what is compared then, where ranks have copies but over data
         parallelism."""
@@ -134,7 +134,7 @@ class StepSums:
             self._weight * tells,
             missing,
             self._tokens * tells,
-            self.hint if tells and mesh.loss.rank == 0 else 0.0,
+            self.hint * tells * mesh.loss.alone(),
             float(flags.stop),
             float(flags.unsaved),
             float(self._unseen),

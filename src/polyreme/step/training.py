@@ -82,7 +82,7 @@ class Training:
         self.updates = Updates(placement, made.groups, None if states == "fp32" else states)
         led = given if isinstance(given, Optimizer) else None
         self.options = Options(made, LRSchedule(config.lr_schedule), scheduler, led)
-        tells, over_ranks = mesh.tp.rank == 0 and pipeline.has_loss, config.batch.mean == "ranks"
+        tells, over_ranks = mesh.tp.alone() * pipeline.counts(mesh.pp), config.batch.mean == "ranks"
         copied = mesh.axis("tp", "pp").size > 1
         sums = StepSums(mesh, tells, self.options, over_ranks, Replicas(placement, mesh) if copied else None)
         progress = TrainingProgress(self.options, loss_scale(config.precision))
