@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import transformers
 from torch import nn
 
 import models
+from polyreme.errors import ConfigError
+from polyreme.models import huggingface
 from polyreme.models.huggingface import count_labels, file_names, find_blocks
 
 
@@ -111,3 +114,11 @@ def test_names_in_files_that_transformers_does_not_tell(monkeypatch: pytest.Monk
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", refuse)
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM.*it needs the numbers.*own names"):
         assert file_names(model, {name: p.shape for name, p in model.named_parameters()}) == {}
+
+
+def test_a_directory_of_an_adapter_alone_is_told_of_as_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    problem = huggingface.no_model(str(tmp_path))
+    assert problem is not None and "an adapter alone" in problem.reason
+    with pytest.raises(ConfigError, match="an adapter alone"):
+        huggingface.read_config(str(tmp_path), None)

@@ -421,10 +421,8 @@ def check_sources(config: Config) -> None:
     if model.path is None and model.config is None:
         fix = 'set model.path, or model.config = {model_type = "llama", ...}'
         problems.append(Problem("model", None, "says nothing of the model", fix))
-    if model.path is not None and not (Path(model.path) / "config.json").is_file():
-        problems.append(Problem("model.path", model.path, "is not a Hugging Face model "
-                                                          "directory (no config.json in it)",
-                                "give a directory that save_pretrained wrote, or model.config"))  # fmt: skip
+    if model.path is not None and (problem := huggingface.no_model(model.path)):
+        problems.append(problem)
     if data.path is None:
         problems.append(
             Problem(

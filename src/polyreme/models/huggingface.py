@@ -517,6 +517,18 @@ def skeleton(
         raise _unfit(path, config, error) from error
 
 
+def no_model(path: str) -> Problem | None:
+    """Why a directory is no model's; None where it is one."""
+    if (Path(path) / "config.json").is_file():
+        return None
+    reason = "is not a Hugging Face model directory (no config.json in it)"
+    fix = "give a directory that save_pretrained wrote, or model.config"
+    if (Path(path) / "adapter_config.json").is_file():
+        reason = "has an adapter alone (adapter_config.json), not the model that it is for"
+        fix = "give that model's directory; a script trains the adapter on it (docs/recipes.md)"
+    return Problem("model.path", path, reason, fix)
+
+
 def read_config(
     path: str | None,
     config: Mapping[str, Any] | None,
@@ -528,11 +540,8 @@ def read_config(
     import transformers
 
     if path is not None:
-        if not (Path(path) / "config.json").is_file():
-            raise ConfigError([Problem("model.path", path, "is not a Hugging Face model "
-                                                           "directory (no config.json in it)",
-                                       "give a directory that "
-                                       "save_pretrained wrote, or model.config")])  # fmt: skip
+        if problem := no_model(path):
+            raise ConfigError([problem])
         try:
             loaded = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:  # what is wrong in a directory comes out as any kind
