@@ -15,8 +15,9 @@ test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(LIMIT:%=--fail-above %)
 
 # Whole products where `test` runs a cover of them, all examples of properties, every command in a new interpreter.
+# `make test-all PART=2/3` runs the second third of the files.
 test-all: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --all-cases
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --all-cases $(PART:%=--part %)
 
 check: setup
 	$(BIN)/ruff check .

@@ -43,6 +43,7 @@ from step import environment, say
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
+import probe
 from pool import Ranks
 
 SLEEP, BLOCKS, VIRTUAL, TOKENS = "sleep", 8, 2, 256
@@ -155,8 +156,7 @@ def train(rank: int, world: int, case: Case) -> dict[str, Any]:
         config |= {"pipeline": {**config["pipeline"], "blocks": "time"}, "data": {"sequence": TOKENS}}
         batch = build_batch(Job("", case.model, "fp32", case.microbatches, TOKENS, rank, 1, 1), 0, [0])
         engine = polyreme.initialize(build_model(case.model), config)
-    watch = Watch(engine._pipeline.row)
-    object.__setattr__(engine._pipeline, "row", watch)  # which is frozen
+    watch = probe.replace_row(engine, Watch)
     steps = []
     with mock.patch.object(executor, "_wait", watch.wait):
         for _ in range(1 + case.steps):

@@ -28,6 +28,8 @@ from cases import Batch, Job, Outcome, build_batch, build_model
 from polyreme.launch.processes import die_with_parent
 from worker import peak_rss, reset_peak
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
 BLOCK = 4 << 20  # bytes that the disk is given at once
 DISK = "disk"
 
@@ -55,9 +57,9 @@ class Polyreme:
         self.train_step = polyreme_zero.step_of(self.engine)
 
     def held(self) -> Iterable[Tensor]:
-        from polyreme.zero.sharded_state import saved
+        import probe
 
-        regions = saved(self.engine._training.contents.placement, self.engine._training.contents.updates)
+        regions = probe.saved(self.engine).regions
         # states have no order
         return [region.data for region in sorted(regions, key=lambda region: (region.kind, region.names))]
 

@@ -38,6 +38,7 @@ def rank_main(args: argparse.Namespace) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import polyreme
+    import probe
     from polyreme.files.direct_io import padded
     from worker import peak_rss, reset_peak
 
@@ -106,18 +107,18 @@ def rank_main(args: argparse.Namespace) -> None:
             for name, after in engine.tiers().items()
         }
         steps.append({"seconds": seconds, "tiers": moved})
-    extents = [extent for update in engine._training.updates for extent in update.offloaded or ()]
+    extents = probe.offloaded_states(engine)
     states = sum(padded(extent.nbytes) for extent in extents)
     size = engine.config.precision.compute
     itemsize = {"fp32": 4, "bf16": 2}[size]
-    placement = engine._training.placement
-    shard = {bucket: padded(bucket.layout.shard_size * itemsize) for bucket in placement.buckets}
-    stay = sum(shard[b] for unit in (placement.root, placement.units[-1]) for b in unit.buckets)
+    units = probe.units(engine)
+    shard = {bucket: padded(bucket.layout.shard_size * itemsize) for unit in units for bucket in unit}
+    stay = sum(shard[bucket] for bucket in (*units[0], *units[-1]))
     traffic: dict[str, tuple[int, int]] = {}
     if args.states == "files":
         traffic["states"] = (states, states)
     if engine.config.memory.gradients not in ("device", "host"):
-        reduced = placement.trainable[0].formats.reduce.itemsize
+        reduced = probe.trainable(engine)[0].formats.reduce.itemsize
         gradients = sum(padded(extent.interval.size * reduced) for extent in extents)
         traffic["gradients"] = (gradients, gradients)
     if args.params == "files":
@@ -171,7 +172,8 @@ def main() -> int:
         launch = [sys.executable, "-m", "polyreme", "launch", "-n", str(args.ranks)]
         command = [*launch, str(Path(__file__)), *sys.argv[1:], "--report", report]
         command += [] if args.folder else ["--folder", folder]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), str(BENCH.parent / "src")])}
+        paths = [BENCH, *(BENCH.parent / each for each in ("src", "tests"))]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
         if subprocess.run(command, env=env, check=False).returncode:
             say("a rank failed")
             return 1

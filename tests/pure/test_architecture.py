@@ -300,6 +300,27 @@ def test_range_arithmetic_is_in_one_file() -> None:
     assert {file for file in found if not file.startswith("compat/")} == {"layout/intervals.py"}
 
 
+def test_one_file_of_tests_and_benchmarks_looks_inside_of_an_engine() -> None:
+    """So that an engine whose inside changes changes that file alone."""
+    [nodes] = [nodes for file, _, nodes in sources() if file == "engine.py"]
+    private = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and node.attr[0] == "_"
+    }
+    assert {"_training", "_step", "_passes"} <= private
+    said = re.compile(rf"(?<!\bself)[.\"']({'|'.join(private)})\b")
+    root = Path(__file__).parents[2]
+    assert [
+        f"{file.relative_to(root)}:{number}: {line.strip()}"
+        for folder in ("tests", "bench")
+        for file in sorted((root / folder).rglob("*.py"))
+        if file not in (root / "tests/probe.py", Path(__file__))
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)
+        if said.search(line)
+    ] == []
+
+
 def test_files_of_tests_have_names_of_their_own() -> None:
     names = [file.name for file in Path(__file__).parents[1].rglob("test_*.py")]
     assert len(names) == len({*names})

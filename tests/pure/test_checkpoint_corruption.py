@@ -14,8 +14,8 @@ from test_checkpoint_huggingface import corrupt
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import polyreme
+import probe
 from polyreme.errors import CheckpointError
-from polyreme.step.engine_state import content
 
 
 def make(limit: int) -> polyreme.Engine:
@@ -31,7 +31,7 @@ def make(limit: int) -> polyreme.Engine:
 
 def everything(engine: polyreme.Engine) -> tuple[Any, ...]:
     """All that a load may change."""
-    found = content(engine._training.contents, None, {}, {})
+    found = probe.saved(engine)
     tensors = [
         (region.kind, region.names, region.data.detach().clone().view(torch.uint8).numpy().tobytes())
         for region in found.regions

@@ -24,6 +24,7 @@ from torch import nn
 import models
 import polyreme
 import polyreme.step.engine_state
+import probe
 import training
 from cover import cover, together
 from examples import ALL
@@ -331,19 +332,9 @@ def test_one_writer_for_each_file_writes_the_same(ranks: Ranks, tmp_path: Path) 
 
 def snapshot_of(engine: Engine) -> tuple[Any, ...]:
     """All that a load that fails must leave alone."""
-    used = [bucket.full.clone() for bucket in engine._training.placement.buckets if not bucket.sharded]
-    weights = [
-        tensor.clone()
-        for bucket in engine._training.placement.buckets
-        for tensor in (bucket.master, bucket.shard)
-    ]
-    states = [
-        value.clone()
-        for update in engine._training.updates
-        for _, state in update.state.by_interval()
-        for value in state.values()
-    ]
-    return asdict(engine.state), torch.get_rng_state(), used, weights, states
+    weights = [tensor.clone() for tensor in probe.weights(engine)]
+    states = [value.clone() for state in probe.optimizer_states(engine) for value in state.values()]
+    return asdict(engine.state), torch.get_rng_state(), weights, states
 
 
 def refused(engine: Engine, path: Path, *expected: str, **options: Any) -> None:
@@ -394,13 +385,13 @@ def damaged(rank: int, world: int, folder: Path, layout: Mapping[str, Any]) -> N
         if rank == 0:
             shutil.copytree(folder / "step-2", copy)
             damage(copy / name)
-        engine._checkpoints._aside().barrier()
+        probe.barrier(engine)
         refused(engine, copy, copy.name, *expected)
     # not one file system
     refused(engine, folder if rank == 0 else folder / "elsewhere", "elsewhere/step-2", "is not a folder")
     if rank == 0:
         flip(folder / "step-2/model.safetensors")
-    engine._checkpoints._aside().barrier()
+    probe.barrier(engine)
     found = engine.load(folder)
     assert found.path == folder / "step-1" and engine.state.step == 1
     assert "step-2 was passed over: " in found.notes[0] and "model.safetensors ('" in found.notes[0]
@@ -468,9 +459,8 @@ def unread(rank: int, world: int, folder: Path) -> None:
         again.load(path)
     finally:
         torch.use_deterministic_algorithms(False)
-    for update in again._training.updates:
-        for _, state in update.state.by_interval():
-            assert all(value.isfinite().all() for value in state.values() if isinstance(value, torch.Tensor))
+    for state in probe.optimizer_states(again):
+        assert all(value.isfinite().all() for value in state.values() if isinstance(value, torch.Tensor))
     assert step(again, "llama") == step(engine, "llama")
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import models
 import polyreme
+import probe
 import training
 from polyreme.distributed.work import UNSETTLED
 from polyreme.errors import ModelError
@@ -100,7 +101,7 @@ def refers(what: str, engine: polyreme.Engine) -> None:
         "a hook of a parameter": lambda: first.register_hook(seen),
         "an attribute of a parameter": lambda: vars(first).update(engine=engine),
         "a callback": lambda: setattr(engine, "on_gradients", seen),
-        "the loss function": lambda: engine._objective._loss_fn.holds.append(engine),  # type: ignore[union-attr]
+        "the loss function": lambda: probe.loss_fn(engine).holds.append(engine),
     }
     act[what]()
 
@@ -131,12 +132,7 @@ def referred(rank: int, world: int) -> list[str]:
             if what not in IN_GRAPHS:
                 engine.step()
                 engine(x)  # whose backward does not come
-            of = {
-                "engine": engine,
-                "training": engine._training,
-                "step": engine._step,
-                "model": engine.module,
-            }
+            of = {"engine": engine, "model": engine.module, **probe.renewed(engine)}
             known = {name: weakref.ref(each) for name, each in of.items()}
             del engine, of
             gc.collect()
@@ -230,7 +226,7 @@ def closed(rank: int, world: int, folder: Path) -> list[str]:
             for engine in engines:
                 train(engine)
                 engine.save(folder / "saved" / name, wait=False)
-            in_use = [(engine._training, engine._activations) for engine in engines]  # as a traceback may
+            in_use = [probe.parts(engine) for engine in engines]  # as a traceback may
         assert engines[0].state.step == 1
         with pytest.raises(ModelError, match="closed"):
             engines[0].train_step(torch.ones(1))

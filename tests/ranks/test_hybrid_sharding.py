@@ -13,6 +13,7 @@ import torch
 
 import models
 import polyreme
+import probe
 import threads
 import training
 from conformance import own_collectives
@@ -87,7 +88,7 @@ def sent(rank: int, world: int, stage: int) -> tuple[dict[str, dict[str, int]], 
             axis: {op: count[1] - before[axis].get(op, (0, 0))[1] for op, count in counts.items()}
             for axis, counts in now.items()
         }
-        return found, sum(bucket.layout.size for bucket in engine._training.placement.buckets)
+        return found, sum(bucket.layout.size for bucket in probe.buckets(engine))
 
 
 @pytest.mark.parametrize("stage", STAGES)

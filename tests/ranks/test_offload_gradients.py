@@ -18,6 +18,7 @@ from torch import Tensor
 
 import models
 import polyreme
+import probe
 import threads
 import training
 from cover import cover, together
@@ -235,21 +236,13 @@ def account(rank: int, world: int, stage: int) -> dict[str, Any]:
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
     for _ in range(2):
         engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
-    shards = sum(bucket.layout.shard_size for bucket in engine._training.placement.trainable)
-    updated = sum(
-        extent.interval.size
-        for bucket in engine._training.placement.trainable
-        for extent in bucket.offloaded_states or ()
-    )
+    shards = sum(bucket.layout.shard_size for bucket in probe.trainable(engine))
+    updated = sum(extent.interval.size for extent in probe.offloaded_states(engine))
     return {
         "shards": shards,
         "updated": updated,
         "tier": engine.tiers()["gradients"],
-        "held": [
-            gradients
-            for bucket in engine._training.placement.trainable
-            for gradients in bucket.gradients.live
-        ],
+        "held": probe.gradients(engine),
     }
 
 
@@ -278,10 +271,9 @@ def accumulate(rank: int, world: int, memory: dict[str, Any]) -> dict[str, Any]:
                 **models.share(models.tokens(training.SAMPLES // 2, seed=at), rank, world), use_cache=False
             ).loss
         )
-        trainable = engine._training.placement.trainable
-        held.append(sum(kept.nbytes for bucket in trainable for kept in bucket.gradients.live))
+        held.append(sum(kept.nbytes for kept in probe.gradients(engine)))
     engine.step()
-    shards = sum(bucket.layout.shard_size for bucket in trainable)
+    shards = sum(bucket.layout.shard_size for bucket in probe.trainable(engine))
     return {"shards": shards, "held": held, "written": engine.tiers()["gradients"]["written"]}
 
 

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import models
 import polyreme
+import probe
 import threads
 import training
 from command import polyreme as command
@@ -52,12 +53,11 @@ def run(sections: dict[str, Any], activations: str) -> tuple[training.Run, dict[
         storage = args[0].untyped_storage()
         given[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
-    def count(*at: Any, enter: Any = engine._passes.enter) -> None:
+    def count() -> None:
         gc.collect()
         alive.append(sum(nbytes for ref, nbytes in given.values() if not ref.expired()))
-        enter(*at)
 
-    engine._passes.enter = count  # type: ignore[method-assign]
+    probe.before_passes(engine, count)
     for block in engine.module.model.layers:
         block.register_forward_pre_hook(note)
     records = []
@@ -67,13 +67,11 @@ def run(sections: dict[str, Any], activations: str) -> tuple[training.Run, dict[
             models.share(models.batch_of("llama", training.SAMPLES, step), dp.rank, dp.size)
         )
         records.append((result.loss, result.grad_norm))
-    moved = 0
-    if engine._activations.offload is not None:
-        deadline = time.monotonic() + 30  # the thread that copied the last one may not have let go of it yet
-        while engine._activations.offload._known and time.monotonic() < deadline:
-            gc.collect()
-        assert not engine._activations.offload._known
-        moved = engine._activations.offload.traffic.written
+    deadline = time.monotonic() + 30  # the thread that copied the last one may not have let go of it yet
+    while probe.activations_away(engine) and time.monotonic() < deadline:
+        gc.collect()
+    assert not probe.activations_away(engine)
+    moved = probe.activations_written(engine)
     return (records, engine.state_dict(rank0_only=True, master=True)), engine.memory(), max(alive), moved
 
 

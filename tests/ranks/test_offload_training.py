@@ -16,6 +16,7 @@ import torch
 
 import models
 import polyreme
+import probe
 import threads
 import training
 from cover import cover, together
@@ -312,11 +313,9 @@ def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -
     engine.train_step(batch)
     before = {name: dict(each) for name, each in engine.tiers().items()}
     engine.train_step(batch)
-    shards = [bucket.layout.shard_size for bucket in engine._training.placement.buckets]
-    sizes = [extent.nbytes for update in engine._training.updates for extent in update.offloaded or ()]
-    elements = [
-        extent.interval.size for update in engine._training.updates for extent in update.offloaded or ()
-    ]
+    shards = [bucket.layout.shard_size for bucket in probe.buckets(engine)]
+    extents = probe.offloaded_states(engine)
+    root, *_, last = probe.units(engine)
     after = engine.tiers()
     found = {
         name: (after[name]["read"] - before[name]["read"], after[name]["written"] - before[name]["written"])
@@ -325,11 +324,11 @@ def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -
     return {
         "moved": found,
         "shards": shards,
-        "records": sizes,
-        "elements": elements,
+        "records": [extent.nbytes for extent in extents],
+        "elements": [extent.interval.size for extent in extents],
         "memory": engine.memory(),
-        "root": [b.layout.shard_size for b in engine._training.placement.root.buckets],
-        "last": [b.layout.shard_size for b in engine._training.placement.units[-1].buckets],
+        "root": [b.layout.shard_size for b in root],
+        "last": [b.layout.shard_size for b in last],
     }
 
 
@@ -370,14 +369,7 @@ def accumulate(rank: int, world: int, settings: list[dict[str, Any]]) -> list[li
         held = []
         for _ in range(2):
             engine.backward(engine(**batch).loss)
-            held.append(
-                sum(
-                    g.nbytes
-                    for b in engine._training.placement.trainable
-                    if (g := b.gradients.grad) is not None
-                )
-            )
-            held.append(sum(g.nbytes for b in engine._training.placement.trainable for g in b.gradients.live))
+            held += [sum(g.nbytes for g in of(engine)) for of in (probe.reduced_gradients, probe.gradients)]
         found.append(held)
         engine.step()
     return found

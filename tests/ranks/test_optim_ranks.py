@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import models
 import polyreme
+import probe
 import threads
 from examples import whole
 from pool import Ranks
@@ -289,7 +290,7 @@ def muon_run(
     norms = [
         engine.train_step(models.share(muon_batch(step), rank, world)).grad_norm for step in range(STEPS)
     ]
-    layouts = [b.layout for b in engine._training.placement.trainable if b.layout.boundary == "tensor"]
+    layouts = [b.layout for b in probe.trainable(engine) if b.layout.boundary == "tensor"]
     owners = []
     for at, layout in enumerate(layouts):
         for slot in layout.slots:

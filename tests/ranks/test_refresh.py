@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import models
 import polyreme
+import probe
 import training
 from cover import some
 from polyreme.checkpoint.open import open_source
@@ -231,10 +232,7 @@ def left(rank: int, world: int) -> list[str]:
         engine = polyreme.initialize(
             base(), training.config(world, zero={"stage": stage}), loss_fn=models.causal_loss
         )
-        old = {
-            name: weakref.ref(getattr(engine._training, name))
-            for name in ("placement", "step", "_reducer", "blocks", "loop")
-        }
+        old = {name: weakref.ref(each) for name, each in probe.renewed(engine).items()}
         unfreeze(engine.module)
         engine.refresh()
         gc.collect()

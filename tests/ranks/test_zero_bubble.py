@@ -12,6 +12,7 @@ import torch
 
 import models
 import polyreme
+import probe
 import training
 from examples import whole
 from polyreme.pipeline.schedule import build, halves
@@ -87,13 +88,12 @@ def step(
         engine.train_step(
             models.share(models.batch_of("llama", training.SAMPLES, 0, torch.float32), dp.rank, dp.size)
         )
-    return events, linear_layers(engine), len(engine._training.placement.trainable)
+    return events, linear_layers(engine), len(probe.trainable(engine))
 
 
 def linear_layers(engine: polyreme.Engine) -> dict[int, int]:
     """Of each of the rank's stages."""
-    stages: dict[int, Any] = dict(engine._passes._runner._stages)
-    return {index: 7 * (each._stop - each._first) + each.is_last for index, each in stages.items()}
+    return {index: 7 * blocks + is_last for index, (blocks, is_last) in probe.stages(engine).items()}
 
 
 @pytest.mark.parametrize(

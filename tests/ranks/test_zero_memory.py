@@ -20,6 +20,7 @@ from torch import Tensor
 
 import models
 import polyreme
+import probe
 import training
 from cover import ALL, some
 from polyreme.distributed.work import UNSETTLED, Work
@@ -56,7 +57,7 @@ def formula(engine: polyreme.Engine, stage: int, compute: str) -> dict[str, int]
     moments (and, beside a half-precision model, a float32 copy); each divided by n from the stage on that
     shards it. Padding included."""
     found = dict.fromkeys(STATE, 0)
-    for bucket in engine._training.placement.trainable:
+    for bucket in probe.trainable(engine):
         layout, wire, half = bucket.layout, BYTES[compute], compute != "fp32"
         whole, shard = layout.size, layout.shard_size
         found["parameters"] += wire * (shard if stage == 3 else whole)
@@ -88,21 +89,17 @@ def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
     wrong, told, outside = [], engine.memory(), live_bytes(stale) - before
     steps = sum(
         t.nbytes
-        for u in engine._training.updates
-        for _, s in u.state.by_interval()
-        for t in s.values()
+        for state in probe.optimizer_states(engine)
+        for t in state.values()
         if isinstance(t, Tensor) and not t.dim()
     )
-    transient = engine._training.placement.pool.waiting
+    transient = probe.pool(engine).waiting
     counted = {key: told[key] - {"gradients": transient, "states": steps}.get(key, 0) for key in STATE}
     if counted != (wanted := formula(engine, stage, compute)):
         wrong.append(f"{counted} is not {wanted}")
     if not 0 <= outside - (told["buffers"] + sum(told[key] for key in STATE)) < 256:
         wrong.append(f"{outside} bytes from outside, told {told}")
-    sizes = [
-        sum(bucket.layout.size for bucket in unit.buckets)
-        for unit in (engine._training.placement.root, *engine._training.placement.units)
-    ]
+    sizes = [sum(bucket.layout.size for bucket in unit) for unit in probe.units(engine)]
     if transient > (sizes[0] + 2 * max(sizes[1:])) * BYTES[compute] or (stage < 2 and transient):
         wrong.append(f"{transient} bytes wait in the pool")
     emptied = [p.untyped_storage().nbytes() == 0 for p in engine.module.parameters()]
@@ -133,9 +130,7 @@ def within_step(rank: int, world: int, sections: dict[str, Any]) -> dict[str, in
     share = models.share(batch, rank, world)
     engine.train_step(share)
     peak = {"parameters": 0, "gradients": 0, "samples": 0}
-    shards = sum(
-        g.nbytes for b in engine._training.placement.trainable if (g := b.gradients.grad) is not None
-    )
+    shards = sum(gradient.nbytes for gradient in probe.reduced_gradients(engine))
 
     def sample(*_: Any) -> None:
         whole = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.module.parameters()}
@@ -157,13 +152,9 @@ def within_step(rank: int, world: int, sections: dict[str, Any]) -> dict[str, in
         parameter.register_post_accumulate_grad_hook(sample)
     engine.train_step(share)
     wire = BYTES[engine.config.precision.compute]
-    sizes = {
-        "root": sum(b.layout.size for b in engine._training.placement.root.buckets) * wire,
-        "block": max(sum(b.layout.size for b in unit.buckets) for unit in engine._training.placement.units)
-        * wire,
-    }
-    assert len(engine._training.placement.units) == LAYERS
-    return peak | sizes
+    root, *blocks = [sum(b.layout.size for b in unit) * wire for unit in probe.units(engine)]
+    assert len(blocks) == LAYERS
+    return peak | {"root": root, "block": max(blocks)}
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -188,7 +179,7 @@ def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[s
     memory = {key: folder if value == "files" else value for key, value in sections["memory"].items()}
     # no bucket is as large as another's shard
     engine, batch = start(world, {**sections, "memory": memory}, intermediate_size=56)
-    pool = engine._training.placement.pool
+    pool = probe.pool(engine)
     now = Counter[tuple[int, torch.dtype]]()
     most = Counter[tuple[int, torch.dtype]]()
     take, give = pool.take, pool.give
@@ -206,7 +197,7 @@ def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[s
     pool.take, pool.give = taken, given  # type: ignore[method-assign]
     for _ in range(3):
         engine.train_step(models.share(batch, rank, world))
-    buckets, said = engine._training.placement.buckets, engine.working_set()
+    buckets, said = probe.buckets(engine), engine.working_set()
     single = max(slot.size * b.formats.compute.itemsize for b in buckets for slot in b.layout.slots)
     return {
         "pool": sum(count * size * dtype.itemsize for (size, dtype), count in most.items()),

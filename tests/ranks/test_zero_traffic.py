@@ -10,6 +10,7 @@ import torch
 
 import models
 import polyreme
+import probe
 import training
 from cover import some
 from polyreme.layout.bucket_layout import ALIGN
@@ -36,8 +37,8 @@ def measure(rank: int, world: int, settings: list[dict[str, Any]]) -> list[dict[
         engine.train_step(batch)
         after = engine.traffic()
         assert list(after) == ["dp"]
-        units = [engine._training.placement.root, *engine._training.placement.units]
-        layouts = [bucket.layout for unit in units for bucket in unit.buckets]
+        units = probe.units(engine)
+        layouts = [bucket.layout for unit in units for bucket in unit]
         assert sum(layout.used for layout in layouts) == parameters
         assert all(layout.size - layout.used < ALIGN * (len(layout.slots) + world) for layout in layouts), (
             "padding"
@@ -48,8 +49,8 @@ def measure(rank: int, world: int, settings: list[dict[str, Any]]) -> list[dict[
         }
         found.append({
             "sent": {op: counts for op, counts in calls.items() if counts[0]},
-            "buckets": [len(unit.buckets) for unit in units],
-            "sizes": [sum(bucket.layout.size for bucket in unit.buckets) for unit in units],
+            "buckets": [len(unit) for unit in units],
+            "sizes": [sum(bucket.layout.size for bucket in unit) for unit in units],
         })  # fmt: skip
     return found
 

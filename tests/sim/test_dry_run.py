@@ -13,6 +13,7 @@ from torch import nn
 
 import models
 import polyreme
+import probe
 import threads
 import training
 from cover import ALL, cover
@@ -47,7 +48,7 @@ def real(rank: int, world: int, family: str, config: Config) -> dict[str, Any]:
     found = engine.memory()
     for category in [category for category in found if category.startswith("activations")]:
         del found[category]
-    found["gradients"] -= engine._training.placement.pool.waiting
+    found["gradients"] -= probe.pool(engine).waiting
     works = engine.working_set()
     del works["activations"]
     engine.close()

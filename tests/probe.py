@@ -1,0 +1,153 @@
+"""What tests and benchmarks ask of an engine beyond its public face.
+
+Invariant: no other file of theirs says where in an engine it lies, so that an engine whose inside changes
+changes this file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from polyreme import Engine
+from polyreme.checkpoint.save import Content
+from polyreme.offload.optimizer_states import StateExtent
+from polyreme.pipeline.schedule import Action
+from polyreme.step.engine_state import content
+from polyreme.zero.bucket import Bucket
+from polyreme.zero.buffer_pool import Pool
+
+# ---- buckets, and what is in them
+
+
+def units(engine: Engine) -> list[list[Bucket]]:
+    """The buckets that are gathered together: the root's, then those of each block."""
+    placement = engine._training.placement
+    return [unit.buckets for unit in (placement.root, *placement.units)]
+
+
+def buckets(engine: Engine) -> list[Bucket]:
+    """All of this rank's, unit by unit."""
+    return [bucket for unit in units(engine) for bucket in unit]
+
+
+def trainable(engine: Engine) -> list[Bucket]:
+    """The buckets whose parameters are trained, in the order of registration."""
+    return engine._training.placement.trainable
+
+
+def weights(engine: Engine) -> Iterator[Any]:
+    """The memory of this rank's weights, which are on the device: masters, shards, and the parameters where
+    they stay whole."""
+    for bucket in buckets(engine):
+        yield from (bucket.master, bucket.shard)
+        if not bucket.sharded:
+            yield bucket.full
+
+
+def gradients(engine: Engine) -> list[Tensor]:
+    """All tensors on the device that hold gradients now."""
+    return [tensor for bucket in trainable(engine) for tensor in bucket.gradients.live]
+
+
+def reduced_gradients(engine: Engine) -> list[Tensor]:
+    """Those of them whose gradients are reduced, or are to be."""
+    return [grad for bucket in trainable(engine) if (grad := bucket.gradients.grad) is not None]
+
+
+def optimizer_states(engine: Engine) -> Iterator[dict[str, Any]]:
+    """The states of the optimizer by their names, piece by piece."""
+    for update in engine._training.updates:
+        for _, state in update.state.by_interval():
+            yield state
+
+
+def offloaded_states(engine: Engine) -> list[StateExtent]:
+    """Where optimizer states are that are not on the device."""
+    return [extent for bucket in trainable(engine) for extent in bucket.offloaded_states or ()]
+
+
+def pool(engine: Engine) -> Pool:
+    """What lends the buffers that parameters are gathered into and gradients are summed in."""
+    return engine._training.placement.pool
+
+
+# ---- a step
+
+
+def before_passes(engine: Engine, call: Callable[[], object]) -> None:
+    """Have `call` called before each forward and each backward of `train_step`."""
+    enter = engine._passes.enter
+
+    def entered(*at: Any) -> None:
+        call()
+        enter(*at)
+
+    engine._passes.enter = entered  # type: ignore[assignment, method-assign]
+
+
+def replace_row(engine: Engine, change: Callable[[Sequence[Action]], Any]) -> Any:
+    """Have a step perform what `change` makes of this rank's row of actions, and return it."""
+    made = change(engine._pipeline.row)
+    object.__setattr__(engine._pipeline, "row", made)  # which is frozen
+    return made
+
+
+def stages(engine: Engine) -> dict[int, tuple[int, bool]]:
+    """Of each pipeline stage of this rank: its number of blocks, and whether it is the last of all."""
+    found: dict[int, Any] = dict(engine._passes._runner._stages)
+    return {index: (stage._stop - stage._first, stage.is_last) for index, stage in found.items()}
+
+
+def activations_away(engine: Engine) -> int:
+    """How many activations are off the device now."""
+    offload = engine._activations.offload
+    return 0 if offload is None else len(offload._known)
+
+
+def activations_written(engine: Engine) -> int:
+    """Bytes of activations that have left the device."""
+    offload = engine._activations.offload
+    return 0 if offload is None else offload.traffic.written
+
+
+def take_in_writes(engine: Engine) -> None:
+    """Take in what a script wrote to weights, as the next step does. All ranks must call."""
+    engine._step.written.take_in()
+
+
+# ---- the engine as a whole
+
+
+def saved(engine: Engine) -> Content:
+    """What this rank gives to a checkpoint."""
+    return content(engine._training.contents, None, {}, {})
+
+
+def barrier(engine: Engine) -> None:
+    """Wait for all ranks, beside training."""
+    engine._checkpoints._aside().barrier()
+
+
+def loss_fn(engine: Engine) -> Any:
+    """The loss function that the user gave."""
+    return engine._objective._loss_fn
+
+
+def renewed(engine: Engine) -> dict[str, object]:
+    """What a refresh makes anew, by name."""
+    training = engine._training
+    return {
+        "training": training,
+        "placement": training.placement,
+        "step": training.step,
+        "reducer": training._reducer,
+        "blocks": training.blocks,
+        "loop": training.loop,
+    }
+
+
+def parts(engine: Engine) -> list[object]:
+    """What a traceback may hold of an engine that is closed."""
+    return [engine._training, engine._activations]
