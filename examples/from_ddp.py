@@ -35,10 +35,10 @@ while engine.state.step < 4 * len(loader) and not stopped:
     for at, batch in enumerate(loader):
         if at >= done:  # those before it were trained on before the interruption
             result = engine.train_step(batch)  # forward, backward, clipping, update, schedule
-            if result.stop:  # on every rank
-                stopped = True
+            stopped = result.stop  # on every rank
+            if stopped:
                 break
-    if not stopped:
+    if engine.state.step % len(loader) == 0:  # the epoch has ended, even where the run stops now
         validation = engine.eval_step(tuple(part[rank::ranks] for part in held_out)).loss
         if engine.mesh.rank == 0:
             print(f"epoch {epoch}: validation loss {validation:.9f}")

@@ -208,12 +208,12 @@ def run_with_ddp(rank: int, world_size: int, script: Path, folder: Path) -> str:
         return run_example(rank, world_size, script, folder)
 
 
-def run_interrupted(rank: int, world_size: int, example: Path, folder: Path) -> tuple[str, str]:
-    """On one rank: an example whose second rank gets SIGTERM in step 20, and again."""
+def run_interrupted(rank: int, world_size: int, example: Path, folder: Path, at: int) -> tuple[str, str]:
+    """On one rank: an example whose second rank gets SIGTERM in step `at`, and again."""
     step, handler = polyreme.Engine.train_step, signal.getsignal(signal.SIGTERM)
 
     def interrupted(engine: polyreme.Engine, batch: Any) -> Any:
-        if rank == 1 and engine.state.step == 19:
+        if rank == 1 and engine.state.step == at - 1:
             signal.raise_signal(signal.SIGTERM)
         return step(engine, batch)
 
@@ -227,19 +227,19 @@ def run_interrupted(rank: int, world_size: int, example: Path, folder: Path) -> 
 
 def test_from_ddp(ranks: Ranks, tmp_path: Path) -> None:
     """The script that was moved has DDP's losses and weights at every stage, also where it is
-    interrupted."""
+    interrupted: within an epoch, in an epoch's last step, and in the last of all."""
     text = next(b.text for b in blocks(ROOT / "docs" / "from-ddp.md") if b.file == "ddp.py")
     (tmp_path / "ddp.py").write_text(text, "utf-8")
     wanted = losses_in(ranks(2, run_with_ddp, tmp_path / "ddp.py", tmp_path)[0])
     assert len(wanted) == 4 and wanted[-1] < 0.8 * wanted[0]
     moved = (ROOT / "examples" / "from_ddp.py").read_text("utf-8")
-    for stage in (0, 2, 3):
-        folder = tmp_path / str(stage)
+    for stage, at in ((0, 20), (2, 20), (3, 20), (2, 32), (2, 64)):
+        folder = tmp_path / f"{stage}-{at}"
         folder.mkdir()
         script = folder / "from_ddp.py"
         script.write_text(moved.replace('"stage": 2', f'"stage": {stage}'), "utf-8")
-        first, again = ranks(2, run_interrupted, script, folder)[0]
-        assert len(losses_in(first)) == 1 and len(losses_in(again)) == 3, "it was stopped in the second epoch"
+        first, again = ranks(2, run_interrupted, script, folder, at)[0]
+        assert len(losses_in(first)) == at // 16, f"it was not stopped in step {at}"
         assert losses_in(first + again) == pytest.approx(wanted, abs=1e-6)
         found = load_file(folder / "run/from_ddp/best/model.safetensors")
         for name, weight in torch.load(tmp_path / "best.pt").items():
