@@ -96,8 +96,10 @@ def test_the_format_is_found(tmp_path: Path) -> None:
     (pickled / "pytorch_model.bin").write_text("")
     with pytest.raises(CheckpointError, match=r"has its weights in a pickle"):
         open_source(pickled)
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match=r"txt is not a folder, but a file: .*load_state_dict"):
         open_source(pickled / "notes.txt")
+    with pytest.raises(CheckpointError, match=r"nothing is not a folder$"):
+        open_source(pickled / "nothing")
 
 
 def test_inspect_ours(tmp_path: Path) -> None:

@@ -24,7 +24,11 @@ def open_source(path: str | Path) -> Source:
     path = Path(path)
     with reading(path):
         if not path.is_dir():
-            raise CheckpointError(f"{path} is not a folder")
+            way = (
+                ", but a file: give the folder of a checkpoint; or, before initialize, load the weights "
+                "that torch.save wrote by model.load_state_dict(torch.load(path))"
+            )
+            raise CheckpointError(f"{path} is not a folder{way * path.exists()}")
         names = {entry.name for entry in path.iterdir()}
     if RESUME in names:
         return Directory(path)
