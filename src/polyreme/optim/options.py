@@ -267,9 +267,9 @@ class Options:
             )
         if not state.get("scheduler") and any("initial_lr" in group for group in saved.now):
             notes.append(
-                "a torch scheduler of the script's own changed the learning rate, and its count is not in "
-                "the checkpoint: give it to initialize as lr_scheduler=, or keep its state_dict() in "
-                "engine.save(..., extra=)"
+                "a torch scheduler of the script's own changed the learning rate, and goes on where the "
+                "script keeps its state_dict() in engine.save(..., extra=) and loads it from there, or "
+                "gives it to initialize as lr_scheduler="
             )
         return notes
 
