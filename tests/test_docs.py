@@ -40,6 +40,7 @@ RANKS = {
     "docs/transport.md": 2,
     "docs/tensor.md": 2,
     "docs/checkpoint.md": 2,
+    "docs/from-ddp.md": 2,
     "docs/from-fsdp.md": 2,
 }
 """Ranks that a page's snippets run on, where it is more than one."""
