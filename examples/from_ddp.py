@@ -1,4 +1,5 @@
 # examples/from_ddp.py: a script of DistributedDataParallel, moved; polyreme launch -n 2 examples/from_ddp.py
+import os
 import signal
 from pathlib import Path
 
@@ -23,8 +24,16 @@ engine = polyreme.initialize(
 rank, ranks = engine.mesh.dp.rank, engine.mesh.dp.size
 sampler = DistributedSampler(train, num_replicas=ranks, rank=rank)
 loader = DataLoader(train, batch_size=32 // ranks, sampler=sampler)
+
+
+def ask_to_stop(*_):
+    engine.ask_to_stop()
+    if engine.mesh.rank == 0:
+        os.write(2, b"ending after this step or the next\n")  # print cannot interrupt itself
+
+
 for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and what a scheduler sends
-    signal.signal(number, lambda *_: engine.ask_to_stop())
+    signal.signal(number, ask_to_stop)
 
 last, best, stopped = Path("run/from_ddp/last"), float("inf"), False
 if last.exists():

@@ -210,11 +210,11 @@ def run_with_ddp(rank: int, world_size: int, script: Path, folder: Path) -> str:
 
 
 def run_interrupted(rank: int, world_size: int, example: Path, folder: Path, at: int) -> tuple[str, str]:
-    """On one rank: an example whose second rank gets SIGTERM in step `at`, and again."""
+    """On one rank: an example one of whose ranks gets SIGTERM in step `at`, and again."""
     step, handler = polyreme.Engine.train_step, signal.getsignal(signal.SIGTERM)
 
     def interrupted(engine: polyreme.Engine, batch: Any) -> Any:
-        if rank == 1 and engine.state.step == at - 1:
+        if rank == (at < 64) and engine.state.step == at - 1:
             signal.raise_signal(signal.SIGTERM)
         return step(engine, batch)
 
