@@ -30,7 +30,8 @@ def told() -> Watch:
     found._store = dist.HashStore()
     for rank in range(4):
         found._store.set(f"host/{rank}", f"n{rank // 2}")
-    found._store.set("at/2", '{"call": "", "waits": [], "begun": {"key": [[7, "all-gather"]]}, "told": 1}')
+    begun = '{"key": [[7, "all-gather", ""]]}'
+    found._store.set("at/2", f'{{"call": "", "waits": [], "begun": {begun}, "told": 1}}')
     return found
 
 
