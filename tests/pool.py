@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from polyreme.distributed.process_group import GROUPS
+from polyreme.distributed.world import current
 from polyreme.launch.processes import die_with_parent
 from polyreme.step.user_backward import listeners
 
@@ -303,10 +303,10 @@ def _tidy() -> None:
     torch.set_grad_enabled(True)
     if dist.is_initialized():
         dist.barrier()  # a peer may still read the last message of a group that is about to close
+        current().close()
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-        GROUPS.forget()
     for listener in listeners():  # of engines that something of the job still holds
         listener.close()  # type: ignore[attr-defined]
     gc.collect()

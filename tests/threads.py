@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from polyreme.distributed import mesh
+from polyreme.distributed import world as worlds
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.sums import put, sum_into
-from polyreme.distributed.watch import WATCH
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import TransportError
 from polyreme.optim import sparse_rows
@@ -35,7 +35,7 @@ from polyreme.step import step
 from pool import RanksFailed
 
 OF_A_PROCESS: Sequence[tuple[Any, str]] = (
-    (WATCH, "call"),
+    (worlds, "_current"),
     (step, "_current"),
     (weight_gradients, "_current"),
     (weight_gradients, "_expected"),
@@ -55,7 +55,7 @@ def run(size: int, function: Callable[..., Any], *args: Any, timeout: float = 24
         threading.Thread(target=world.live, args=(rank, function, args), name=f"rank {rank}", daemon=True)
         for rank in range(size)
     ]
-    here: dict[str, Any] = {"join": _device, "world": _place, "GROUPS": Groups(), "_axis": _axis}
+    here: dict[str, Any] = {"join": _device, "world": _place, "groups": Groups, "_axis": _axis}
     here |= {"of_cpus": lambda group=None: "threads", "other_backend": lambda backend: None}
     with patch.multiple(mesh, **here):
         for thread in threads:
@@ -107,8 +107,8 @@ class World:
         self._turns = [threading.Event() for _ in range(size)]
         self._waits: dict[int, tuple[Callable[[], bool], str]] = {}
         torch.manual_seed(0)
-        first = _kept()
-        self._states = [first] * size
+        *torch_has, kept = _kept()
+        self._states = [(*torch_has, [worlds.World(), *kept[1:]]) for _ in range(size)]
 
     def begin(self) -> None:
         """Let the ranks run."""

@@ -89,7 +89,7 @@ BUDGETS = {
     "config": 1045,
     "data": 674,
     "deferred_init": 416,
-    "distributed": 2953,
+    "distributed": 3015,
     "files": 324,
     "integrations": 386,
     "job": 748,

@@ -22,7 +22,7 @@ import models
 import polyreme
 import probe
 import training
-from polyreme.distributed.work import UNSETTLED
+from polyreme.distributed.shared_memory import heap
 from polyreme.errors import ModelError
 from pool import Ranks
 
@@ -49,11 +49,19 @@ def settings(folder: Path, world: int) -> dict[str, dict[str, Any]]:
     return cases
 
 
+def unsettled() -> list[object]:
+    """Inputs of exchanges that others may still read."""
+    if (mine := heap()) is None:
+        return []
+    mine.unsettled.sweep()
+    return [*mine.unsettled._alive]
+
+
 def left(rank: int, world: int, folder: Path) -> list[str]:
     """What is left of engines that have trained, by case."""
     found = []
     for name, case in settings(folder, world).items():
-        before, held = set(threading.enumerate()), [*UNSETTLED._alive]
+        before, held = set(threading.enumerate()), unsettled()
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
         engine = polyreme.initialize(model, {"batch": {"size": 4}, **case}, loss_fn=nn.functional.mse_loss)
         x = torch.ones(4 // engine.mesh.dp.size, WIDTH)
@@ -73,10 +81,9 @@ def left(rank: int, world: int, folder: Path) -> list[str]:
             each.join(TIMEOUT)
         until = time.monotonic() + TIMEOUT
         while (
-            own := len([each for each in UNSETTLED._alive if all(each is not other for other in held)])
+            own := len([each for each in unsettled() if all(each is not other for other in held)])
         ) and time.monotonic() < until:
             time.sleep(1e-3)  # the others drop their engines, too
-            UNSETTLED.sweep()
         found += [f"{name}: {own} inputs of exchanges"] * bool(own)
         found += [f"{name}: {what}" for what, known in watched.items() if known() is not None]
         found += [f"{name}: thread {each.name}" for each in threads if each.is_alive()]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import polyreme
 from polyreme.distributed.mesh import Mesh, everyone
-from polyreme.distributed.watch import ASIDE, WATCH, Meeting, Watch
+from polyreme.distributed.watch import ASIDE, Meeting, Watch
+from polyreme.distributed.world import current
 from polyreme.errors import PolyremeError, TransportError
 from pool import Ranks
 
@@ -42,14 +43,15 @@ class Branches(nn.Module):
 @contextlib.contextmanager
 def watched(patience: float, period: float, every: float = 60.0) -> Iterator[None]:
     """Look at waits this often meanwhile, from now on."""
-    before = WATCH.patience, WATCH.period, WATCH.every
-    WATCH.patience, WATCH.period, WATCH.every = patience, period, every
-    WATCH._wake.set()  # it may have begun to sleep for longer
-    WATCH._wake.clear()
+    watch = current().of(Watch)
+    before = watch.patience, watch.period, watch.every
+    watch.patience, watch.period, watch.every = patience, period, every
+    watch._wake.set()  # it may have begun to sleep for longer
+    watch._wake.clear()
     try:
         yield
     finally:
-        WATCH.patience, WATCH.period, WATCH.every = before
+        watch.patience, watch.period, watch.every = before
 
 
 def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
@@ -212,9 +214,8 @@ def beside(rank: int, world: int) -> float:
 
 
 def _told(rank: int) -> int:
-    return (
-        int(json.loads(WATCH._store.get(f"at/{rank}"))["told"]) if WATCH._store.check([f"at/{rank}"]) else 0
-    )
+    store = current().of(Watch)._store
+    return int(json.loads(store.get(f"at/{rank}"))["told"]) if store.check([f"at/{rank}"]) else 0
 
 
 def test_a_thread_that_saves_is_in_no_circle(ranks: Ranks) -> None:
@@ -224,10 +225,10 @@ def test_a_thread_that_saves_is_in_no_circle(ranks: Ranks) -> None:
 def left_over(rank: int, world: int) -> int:
     """How many of the meetings that were there before the process group was left are still told of."""
     kept = polyreme.initialize(Branches(), BATCH, loss_fn=nn.functional.mse_loss)
-    before = list(WATCH.meetings)
-    WATCH.forget()
+    before = list(current().of(Watch).meetings)
+    current().close()
     assert kept is not None
-    return len(set(before) & set(WATCH.meetings)) - (not before)
+    return len(set(before) & set(current().of(Watch).meetings)) - (not before)
 
 
 def test_no_meeting_outlives_its_process_group(ranks: Ranks) -> None:

@@ -23,7 +23,8 @@ import polyreme
 import probe
 import training
 from cover import ALL, some
-from polyreme.distributed.work import UNSETTLED, Work
+from polyreme.distributed.shared_memory import heap
+from polyreme.distributed.work import Work
 from polyreme.zero.bucket_memory import staying
 from pool import Ranks
 
@@ -78,7 +79,8 @@ def formula(engine: polyreme.Engine, stage: int, compute: str) -> dict[str, int]
 def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
     """What is wrong with the bytes that live between steps."""
     # of engines that were here before
-    stale = [each for _, inputs in UNSETTLED._alive for each in inputs if isinstance(each, Tensor)]
+    held = mine.unsettled._alive if (mine := heap()) else []
+    stale = [each for _, inputs in held for each in inputs if isinstance(each, Tensor)]
     before = live_bytes(stale)
     engine, batch = start(
         world, {"zero": {"stage": stage}, "precision": {"compute": compute, "initial_scale": 8.0}}

@@ -28,8 +28,8 @@ from torch import Tensor
 from polyreme.distributed.process_group import of_cpus
 from polyreme.distributed.shared_memory import Board, heap, peer
 from polyreme.distributed.sums import put, sum_into
-from polyreme.distributed.watch import WATCH, Meeting
-from polyreme.distributed.work import DONE, UNSETTLED, Message, Work, reporting
+from polyreme.distributed.watch import Meeting
+from polyreme.distributed.work import DONE, Message, Work, reporting
 
 STAGED = 4
 """Copies of about one size, of tensors that others cannot read where they are, which are kept to be used
@@ -179,7 +179,7 @@ class GlooDirect:
             return was_read()
 
         work = Work((), None, what, settled, self.meeting)
-        UNSETTLED.keep_alive(was_read, [mail.memory, ready])
+        mail.heap.unsettled.keep_alive(was_read, [mail.memory, ready])
         if ready is tensor:
             return work
         self._unstage(ready, work)
@@ -271,7 +271,7 @@ class GlooDirect:
         reads = [board.reading(notice) for notice in posted]
         was_read = lambda: all(each() for each in reads)  # noqa: E731
         work = Work(pending, complete, exchange.what, settled, self.meeting, exchange.number)
-        UNSETTLED.keep_alive(was_read, [board.memory, *chain(*posted.values())])
+        board.heap.unsettled.keep_alive(was_read, [board.memory, *chain(*posted.values())])
         for each in staged:
             self._unstage(each, work)
         return work
@@ -294,7 +294,7 @@ class GlooDirect:
 
     def _next(self, what: str, notices: int) -> Exchange:
         number, notice, sign = self._begun, self._posted, zlib.crc32(what.encode())
-        self.meeting.begun.append((number, what, WATCH.call))
+        self.meeting.begun.append((number, what, self.meeting.watch.call))
         self._begun, self._posted = self._begun + 1, self._posted + notices
         return Exchange(what, number, notice, sign, number % NUMBERS * SIGNS + sign % SIGNS)
 

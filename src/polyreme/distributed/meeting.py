@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -44,8 +45,10 @@ _RECORD = 4096
 """Bytes of what each rank tells the others over MPI."""
 
 _stores: dict[tuple[str, int], Any] = {}
-"""Those that this process opened: a port is listened at once."""
-_times = 0
+"""The one that this process opened last, by its address: it outlives worlds, as a rank may come to the next
+meeting there before rank 0 has left this one."""
+_times = Counter[tuple[str, int] | None]()
+"""Meetings at each address."""
 T = TypeVar("T")
 
 
@@ -73,12 +76,11 @@ def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]
 
     Raises TransportError on every rank after `within`, naming those that have not come, and LaunchError where
     it cannot be found out where ranks meet."""
-    global _times
-    _times += 1
     listener = None
     if environment.address is None:
         address, listener = _over_mpi(environment, within)
         environment = replace(environment, address=address)
+    _times[environment.address] += 1
     announce(environment)
     deadline = time.monotonic() + within.total_seconds()
     mine = _record(environment)
@@ -110,7 +112,7 @@ def _come(
     deadline: float,
 ) -> tuple[Any, str]:
     """The store, and MET or the error that every rank raises."""
-    meeting = str(_times)
+    meeting = str(_times[environment.address])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         rank, world_size = environment.rank, environment.world_size
         opened = next(iter(dist.rendezvous("env://", rank, world_size, timeout=within)))[0]
@@ -157,6 +159,7 @@ def _open(
     else:
         _reach(environment, within, deadline)
         store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=within)
+    _stores.clear()
     _stores[environment.address] = store
     return store
 

@@ -27,10 +27,10 @@ from polyreme.distributed.across_hosts import AcrossHosts
 from polyreme.distributed.backend import Backend
 from polyreme.distributed.gloo_direct import GlooDirect
 from polyreme.distributed.process_group import (
-    GROUPS,
     TIMEOUT,
     WITHIN,
     ProcessGroup,
+    groups,
     join,
     of_cpus,
     other_backend,
@@ -38,8 +38,9 @@ from polyreme.distributed.process_group import (
 )
 from polyreme.distributed.simulated import Simulated
 from polyreme.distributed.sums import put, sum_into
-from polyreme.distributed.watch import WATCH
+from polyreme.distributed.watch import Watch
 from polyreme.distributed.work import DONE, Work
+from polyreme.distributed.world import current
 from polyreme.errors import ModelError, TransportError
 from polyreme.files.machine import boot
 from polyreme.layout.mesh_axes import AXES, ROLES, lines
@@ -275,7 +276,8 @@ class Mesh:
         other = other_backend(backend) if world_size > 1 else None
         mesh = cls(rank, world_size, device, sizes, order, {}, timeout, shared_memory, other)
         mesh._build()
-        WATCH.hosts = mesh.host_of = names_apart(mesh.gather_objects([socket.gethostname(), boot()]))
+        mesh.host_of = names_apart(mesh.gather_objects([socket.gethostname(), boot()]))
+        current().of(Watch).hosts = mesh.host_of
         return mesh
 
     @property
@@ -347,12 +349,12 @@ class Mesh:
     def _build(self) -> None:
         self.axes.update({name: self._over(name, self.lines(name)) for name in AXES})
 
-    def _over(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
-        """An axis over those of the `groups` of global ranks that this rank is in."""
+    def _over(self, name: str, lines: Sequence[Sequence[int]]) -> Axis:
+        """An axis over that of the `lines` of global ranks that this rank is in."""
         found = Axis(name)
-        for ranks in groups:
+        for ranks in lines:
             if len(ranks) > 1:
-                group = GROUPS.of(tuple(ranks), self._timeout, self._backend)  # all ranks make every group
+                group = groups().of(tuple(ranks), self._timeout, self._backend)  # all ranks make every group
                 if self.rank in ranks:
                     at = [*ranks].index(self.rank)
                     found = _axis(
@@ -399,8 +401,8 @@ class SimulatedMesh(Mesh):
         mesh._build()
         return mesh
 
-    def _over(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
-        ranks = next((ranks for ranks in groups if self.rank in ranks), [self.rank])
+    def _over(self, name: str, lines: Sequence[Sequence[int]]) -> Axis:
+        ranks = next((ranks for ranks in lines if self.rank in ranks), [self.rank])
         return Axis(name, len(ranks), [*ranks].index(self.rank))
 
     def gather_objects(self, value: object) -> list[Any]:
@@ -417,7 +419,7 @@ def everyone(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: 
     size, rank = world()
     if size == 1:
         return Axis("aside")
-    group = GROUPS.of(tuple(range(size)), timeout, of_cpus() or "gloo")
+    group = groups().of(tuple(range(size)), timeout, of_cpus() or "gloo")
     return _axis("aside", size, rank, group, timeout, False, torch.device("cpu"))
 
 

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.distributed.environment import BY_MPI, MPICH, OPEN_MPI, Environment
-from polyreme.distributed.watch import check
+from polyreme.distributed.watch import Watch
+from polyreme.distributed.world import current
 from polyreme.errors import LaunchError, TransportError
 
 Step = Sequence[Any] | Callable[[], bool]
@@ -244,7 +245,7 @@ class Operation(dist.Work):
         while not self.done and self.error is None:
             PROGRESS.look()
             if not self.done:
-                check()
+                current().of(Watch).check()
                 waited = time.monotonic() - began
                 if waited > most.total_seconds():
                     self._give_up(most)

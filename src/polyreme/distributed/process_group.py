@@ -19,8 +19,9 @@ from polyreme.distributed.failure import speak_for
 from polyreme.distributed.meeting import INTERFACES, meet
 from polyreme.distributed.mpi_group import MpiGroup
 from polyreme.distributed.sums import put, sum_into
-from polyreme.distributed.watch import WATCH
+from polyreme.distributed.watch import Watch
 from polyreme.distributed.work import Work, reporting
+from polyreme.distributed.world import current
 from polyreme.errors import TransportError
 
 
@@ -147,8 +148,8 @@ def _share_cores(environment: Environment) -> None:
 def open_group(
     backend: str | None, environment: Environment, timeout: timedelta, within: timedelta = WITHIN
 ) -> None:
-    """Open the process group of all ranks, once they have met; it is left at the end of this process. Raises
-    as `join`, and LaunchError as `meet`."""
+    """Open the process group of all ranks, once they have met; it ends with the world. Raises as `join`, and
+    LaunchError as `meet`."""
     environment, store = meet(environment, within)
     try:
         dist.init_process_group(  # gloo takes up to five times this, if it cannot connect
@@ -166,7 +167,7 @@ def open_group(
             f"other ({error}); on rank {environment.rank} {way}: these are to lead to the other hosts, "
             "which must be let in at any port"
         ) from error
-    atexit.register(close)
+    groups().opened = True
 
 
 def _backends(device: torch.device, asked: str, environment: Environment) -> str:
@@ -212,8 +213,8 @@ def world() -> tuple[int, int]:
 
 
 def close() -> None:
-    """Leave the process group, if there is one."""
-    GROUPS.forget()
+    """Leave the process group, if there is one, and close the world that was opened in it."""
+    current().close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -238,31 +239,44 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-class _Groups:
-    """The groups that meshes of this process made, by their ranks: a second engine talks over the first one's
-    connections and threads."""
+class Groups:
+    """The groups that meshes of a world made, by their ranks: a second engine talks over the first one's
+    connections and threads. `opened` says that the process group they are of is Polyreme's own."""
 
     def __init__(self) -> None:
-        self._world: object = None
+        self._watch = current().of(Watch)
+        self.world, self.opened = dist.group.WORLD, False
         self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
+        atexit.register(self._leave)
 
     def of(self, ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
         """A process group of `ranks`, apart from the default one, which is the user's; with `backend`, also
         from those without."""
-        if self._world is not dist.group.WORLD:
-            self.forget()
         if (of_cpus() or backend in ("gloo", "mpi")) and has_store():
-            WATCH.begin(timeout)
+            self._watch.begin(timeout)
         if (ranks, backend) not in self._made:
             self._made[ranks, backend] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         return self._made[ranks, backend]
 
-    def forget(self) -> None:
-        """Make groups anew from now on: the process group is another, or its groups were destroyed."""
-        self._world = dist.group.WORLD if dist.is_initialized() else None
+    def close(self) -> None:
+        """End the groups, but for a process group of the user's."""
+        if not self.opened:
+            known = dist.distributed_c10d._world.pg_map  # the user may have destroyed them
+            for each in reversed([each for each in self._made.values() if each in known]):
+                dist.destroy_process_group(each)
+        self._leave()
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        """What the end of this process comes to, too: it leaves the user's process group as it is."""
+        self._watch.close()
+        if self.opened and self.world is dist.group.WORLD:
+            dist.destroy_process_group()
         self._made.clear()
-        WATCH.forget()
 
 
-GROUPS = _Groups()
-atexit.register(GROUPS.forget)
+def groups() -> Groups:
+    """Those of the current world; of another one, where the process group is another than that world's."""
+    if current().of(Groups).world is not dist.group.WORLD:
+        current().close()
+    return current().of(Groups)

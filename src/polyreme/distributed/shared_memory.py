@@ -2,7 +2,8 @@
 through a socket.
 
 Invariants: a process writes only to its own memory and reads that of others; it reads a buffer only between
-its owner's notice and its own acknowledgement, both on a `Board`. The memory has no name in any file system,
+its owner's notice and its own acknowledgement, both on a `Board`; what others may still read is held until
+they have read it, even where nobody waits for the operation. The memory has no name in any file system,
 so that nothing is left of it when the processes end, however they end.
 
 A notice is one aligned word written after the numbers it is about, which other cores see in that order on
@@ -21,15 +22,16 @@ import secrets
 import time
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.distributed.watch import MessageError, check
+from polyreme.distributed.watch import MessageError, Watch
+from polyreme.distributed.world import current
 from polyreme.errors import TransportError
 from polyreme.layout.intervals import round_down, round_up
 
@@ -47,6 +49,8 @@ of the exchange, modulo NUMBERS."""
 NUMBERS = 1 << 19
 PATIENCE = 200e-6
 """Seconds of waiting before the processor is left to others."""
+ENOUGH = 64
+"""Inputs held for others, from which on all of them are looked at."""
 NO_ENGINE = "has no engine any more"
 LIMITS = {
     errno.EFBIG: ("f", resource.RLIMIT_FSIZE),
@@ -55,6 +59,28 @@ LIMITS = {
 }
 """A process' limits: the option of `ulimit` and the number of the limit, by the error of what goes beyond
 it."""
+
+
+class Unsettled:
+    """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who
+    began them."""
+
+    def __init__(self) -> None:
+        self._alive: deque[tuple[Callable[[], bool], Sequence[object]]] = deque()
+        self._enough = ENOUGH
+
+    def keep_alive(self, was_read: Callable[[], bool], what: Sequence[object]) -> None:
+        """Keep inputs alive, and where it is told that they are ready."""
+        while self._alive and self._alive[0][0]():
+            self._alive.popleft()
+        self._alive.append((was_read, what))
+        if len(self._alive) > self._enough:  # a peer may never read the first of them, having failed
+            self.sweep()
+            self._enough = 2 * len(self._alive) + ENOUGH
+
+    def sweep(self) -> None:
+        """Let go of all that was read."""
+        self._alive = deque(each for each in self._alive if not each[0]())
 
 
 class Heap:
@@ -67,6 +93,7 @@ class Heap:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._token = secrets.token_bytes(TOKEN)
+        self.unsettled = Unsettled()
         with _limits("the file of this process"):
             self._file = os.memfd_create("polyreme")
             os.write(self._file, self._token)
@@ -110,6 +137,7 @@ class Heap:
     def _cut(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
         """A range that was never used: its segment, where that begins in the file, and where the range begins
         in it."""
+        _refuse_closed(self._file)
         if self._segment is None or self._used + nbytes > len(self._segment):
             length = round_up(nbytes, SEGMENT)
             with _limits(f"{length:,} bytes"):
@@ -121,9 +149,19 @@ class Heap:
 
     def _give_back(self, nbytes: int, where: tuple[mmap.mmap, int, int], again: bool) -> None:
         segment, _, start = where
+        if self._file < 0:  # others may still read what nobody here keeps for them
+            return
         segment.madvise(mmap.MADV_REMOVE, start, nbytes)
         if again:
             self._free[nbytes].append(where)
+
+    def close(self) -> None:
+        """Give nothing out any more. What was given out, and what others have open, stays as it is while they
+        hold it."""
+        os.close(self._file)
+        self._file, self._segment = -1, None
+        self._free.clear()
+        self.unsettled = Unsettled()
 
 
 class Peer:
@@ -159,12 +197,19 @@ class Peer:
     def read(self, offset: int, nbytes: int) -> memoryview:
         """The `nbytes` at `offset`, where they lie: what their owner writes there shows."""
         begin, end = round_down(offset, SEGMENT), round_up(offset + nbytes, SEGMENT)
+        _refuse_closed(self._file)
         if (begin, end) not in self._segments:
             with _limits(f"{end - begin:,} bytes of process {self._pid}"):
                 self._segments[begin, end] = mmap.mmap(
                     self._file, end - begin, prot=mmap.PROT_READ, offset=begin
                 )
         return memoryview(self._segments[begin, end])[offset - begin : offset - begin + nbytes]
+
+    def close(self) -> None:
+        """Read nothing more."""
+        os.close(self._file)
+        self._file = -1
+        self._segments.clear()
 
 
 class Board:
@@ -180,6 +225,7 @@ class Board:
 
     def __init__(self, heap: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
         self.heap, self._axis, self._rank, self._timeout = heap, axis, rank, timeout
+        self._watch = current().of(Watch)
         self._shape = (4, size, RING)
         self._size = math.prod(self._shape)
         self.memory, self.offset = heap.reserve(8 * (self._size + 1), again=False)
@@ -268,7 +314,7 @@ class Board:
                 if kind == 1:
                     return 0
                 raise TransportError(f"rank {rank} of axis {self._axis} {NO_ENGINE}")
-            check()
+            self._watch.check()
             if not alive:
                 raise MessageError(rank, f"rank {rank} of axis {self._axis} ended")
             if now - began > self._timeout:
@@ -281,33 +327,48 @@ class Board:
                 time.sleep(min((now - began) / 4, 2e-3))
 
 
+class Heaps:
+    """The heap of this process, and those of others that it reads, by their tokens."""
+
+    def __init__(self) -> None:
+        self.own: Heap | None = None
+        self.peers: dict[str, Peer] = {}
+
+    def close(self) -> None:
+        for each in (self.own, *self.peers.values()):
+            if each is not None:
+                each.close()
+
+
 def heap() -> Heap | None:
-    """This process' heap; None where the system has no such memory, or lets a core see another's writes in
-    another order."""
-    global _heap
+    """This process' heap in the current world; None where the system has no such memory, or lets a core see
+    another's writes in another order."""
+    heaps = current().of(Heaps)
     possible = (
         hasattr(os, "memfd_create")
         and Path("/proc/self/fd").is_dir()
         and platform.machine() in ("x86_64", "AMD64")
     )
     # a forked child must not allocate from its parent's
-    if possible and (_heap is None or _heap.pid != os.getpid()):
-        _heap = Heap()
-    return _heap
+    if possible and (heaps.own is None or heaps.own.pid != os.getpid()):
+        heaps.own = Heap()
+    return heaps.own
 
 
 def peer(pid: int, file: int, token: str) -> Peer | None:
     """`Peer.open`, once for each heap."""
-    if token not in _peers:
+    peers = current().of(Heaps).peers
+    if token not in peers:
         opened = Peer.open(pid, file, token)
         if opened is None:
             return None
-        _peers[token] = opened
-    return _peers[token]
+        peers[token] = opened
+    return peers[token]
 
 
-_heap: Heap | None = None
-_peers: dict[str, Peer] = {}
+def _refuse_closed(file: int) -> None:
+    if file < 0:
+        raise TransportError("this process has closed the world of this host's ranks: open another engine")
 
 
 def _word(exchange: int, offset: int) -> int:

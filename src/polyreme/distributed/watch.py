@@ -8,7 +8,6 @@ place, or ranks wait in a circle, each for what the next one has not begun."""
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import socket
@@ -16,17 +15,18 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from polyreme.distributed.failure import LAST
+from polyreme.distributed.world import current
 from polyreme.errors import TransportError, ranks_named
 
 REMEMBERED = 64
@@ -46,15 +46,14 @@ T = TypeVar("T")
 class Meeting:
     """The ranks of one axis, and the operations that this rank began with them, numbered alike on all."""
 
-    made: ClassVar[dict[tuple[int, ...], int]] = {}
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, tuple(dist.get_process_group_ranks(group))
-        Meeting.made[self.ranks] = Meeting.made.get(self.ranks, 0) + 1
-        self.key = f"{self.ranks}#{Meeting.made[self.ranks]}"
+        self.watch = current().of(Watch)
+        self.watch.made[self.ranks] += 1
+        self.key = f"{self.ranks}#{self.watch.made[self.ranks]}"
         self.begun: deque[tuple[int, str, str]] = deque(maxlen=REMEMBERED)
         """Of each its number, what it is, and the engine's method in which it was begun."""
-        WATCH.meetings.add(self)
+        self.watch.meetings.add(self)
 
     def others(self) -> list[int]:
         mine = dist.get_rank()
@@ -107,8 +106,8 @@ class Wait:
 
 
 class Watch:
-    """The waits of this process. `patience`, `every` and `period` are seconds: before others are asked,
-    between two lines of a wait on stderr, and between looks."""
+    """The waits of this process for the ranks of a world. `patience`, `every` and `period` are seconds:
+    before others are asked, between two lines of a wait on stderr, and between looks."""
 
     def __init__(self) -> None:
         self.patience, self.every, self.period = 5.0, 60.0, 1.0
@@ -119,6 +118,8 @@ class Watch:
         self.failure = ""
         """Why a wait was broken off."""
         self.meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
+        self.made = Counter[tuple[int, ...]]()
+        """Meetings, by their ranks."""
         self.hosts: Sequence[str] = ()
         """The name of each rank's host, where they have told each other."""
         self._waits: dict[int, Wait] = {}  # keys: threads
@@ -126,35 +127,28 @@ class Watch:
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._why = ""  # why an operation failed
-        self._told = self._times = self._calls = 0
+        self._told = self._calls = 0
         self._lasted = 0.0  # seconds of the last wait
-        self._asking = 0.0  # since when this thread waits for the store's answer
         self._reports: dict[int, Any] = {}  # what one look saw, by rank
-        self._wake = threading.Event()
+        self._wake, self._closed = threading.Event(), False
 
     def begin(self, timeout: timedelta) -> None:
         """Watch the ranks of the process group, whose operations have so long, from now on."""
         self.deadline = min(self.deadline, timeout.total_seconds())
         if self._world is dist.group.WORLD:
             return
-        self._world = dist.group.WORLD
-        self._times, self._calls = self._times + 1, 0
-        self._store = dist.PrefixStore(
-            f"polyreme/{self._times}",
-            dist.distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]
-        )
-        self._store.set(f"host/{dist.get_rank()}", socket.gethostname())
-        if self._thread is None:
-            atexit.register(self._end)
-            self._thread = threading.Thread(target=self._look_again, name="polyreme watch", daemon=True)
-            self._thread.start()
+        self._world, mine = dist.group.WORLD, dist.get_rank()
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        # the worlds of these ranks, one after the other, have a place each
+        self._store = dist.PrefixStore(f"polyreme/{store.add(f'polyreme/worlds/{mine}', 1)}", store)
+        self._store.set(f"host/{mine}", socket.gethostname())
+        self._thread = threading.Thread(target=self._look_again, name="polyreme watch", daemon=True)
+        self._thread.start()
 
-    def forget(self) -> None:
-        """The groups are others from now on."""
-        self._world, self.failure, self._why = None, "", ""
-        self.deadline, self.hosts = float("inf"), ()
-        Meeting.made.clear()
-        self.meetings.clear()  # one that is not collected yet would be taken for another of the same key
+    def check(self) -> None:
+        """Raise TransportError where waits were broken off: what comes after has no end, either."""
+        if self.failure:
+            raise TransportError(self.failure)
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
@@ -180,7 +174,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, meeting: Meeting, what: str, number: int | None) -> Iterator[None]:
-        check()
+        self.check()
         thread = threading.get_ident()
         self._waits[thread] = Wait(meeting, what, number)
         try:
@@ -252,13 +246,13 @@ class Watch:
     def _look_again(self) -> None:
         while True:
             self._wake.wait(min(self.period, self.deadline / 8))
+            if self._closed:
+                return self._end()
             for wait in list(self._waits.values()):
                 # the wait ended meanwhile, and with it its group: look on for others
                 with suppress(Exception):
                     if time.monotonic() - wait.since > self._soon():
-                        self._asking = time.monotonic()
                         self._visit(wait)
-                self._asking = 0.0
 
     def _visit(self, wait: Wait) -> None:
         """Break off a long wait, or say that it goes on."""
@@ -392,17 +386,20 @@ class Watch:
                   f"{seconds:.0f} s for {ranks_named(wait.meeting.others())}{within(self.call)}: "
                   f"{wait.what} {more}", file=sys.stderr, flush=True)  # fmt: skip
 
-    # ---- the end of this process
+    # ---- the end
+
+    def close(self) -> None:
+        """Tell others that this rank leaves, and look no more; waits for them fail from now on."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(ANSWER)
+        self.failure, self._store = self.failure or _CLOSED, None
 
     def _end(self) -> None:
-        if self._world is None or self._world is not dist.group.WORLD:
-            return
-        if self._asking and time.monotonic() - self._asking > ANSWER:  # it would wait as that thread does
-            return
-        try:
-            self._store.set(f"ended/{dist.get_rank()}", self._ended())
-        except RuntimeError:
-            return
+        with suppress(RuntimeError):  # the rank that had the store ended
+            if self._world is dist.group.WORLD:
+                self._store.set(f"ended/{dist.get_rank()}", self._ended())
 
     def _ended(self) -> str:
         if LAST.error:
@@ -432,13 +429,7 @@ _ENDED = (
     "ended before this one: all ranks have to make the same number "
     "of steps, and engine.ask_to_stop() has them stop at the same one"
 )
-WATCH = Watch()
-
-
-def check() -> None:
-    """Raise TransportError where this process' waits were broken off: what comes after has no end, either."""
-    if WATCH.failure:
-        raise TransportError(WATCH.failure)
+_CLOSED = "this process has closed the world of these ranks, with their groups: open another engine"
 
 
 def collective(method: Callable[P, T]) -> Callable[P, T]:
@@ -446,7 +437,7 @@ def collective(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with WATCH.calling(method.__name__):
+        with current().of(Watch).calling(method.__name__):
             return method(*args, **kwargs)
 
     return run

@@ -1,7 +1,6 @@
 """Operations under way between ranks, and how they fail.
 
-Invariant: what others may still read is held until they have read it, even where nobody waits for the
-operation. Communication: none of its own."""
+Communication: none of its own."""
 
 from __future__ import annotations
 
@@ -12,23 +11,24 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from polyreme.distributed.watch import WATCH, Meeting, MessageError, within
+from polyreme.distributed.watch import Meeting, MessageError, Watch, within
+from polyreme.distributed.world import current
 from polyreme.errors import TransportError
 
 T = TypeVar("T")
-ENOUGH = 64
-"""Inputs held for others, from which on all of them are looked at."""
 
 
 @contextmanager
 def reporting(what: str, meeting: Meeting | None = None, number: int | None = None) -> Iterator[None]:
     """Turns a backend's errors into TransportError, and names the operation in its TransportError; and says
     what is known of the cause, where the ranks of `meeting` took part, in their `number`th operation."""
+    watch = current().of(Watch) if meeting is None else meeting.watch
     try:
+        watch.check()
         yield
     except (RuntimeError, TransportError) as error:
-        why = WATCH.why(meeting, number, error)
-        raise TransportError(f"{what}{within(WATCH.call)} failed, because {why}") from error
+        why = watch.why(meeting, number, error)
+        raise TransportError(f"{what}{within(watch.call)} failed, because {why}") from error
 
 
 class Message:
@@ -93,7 +93,7 @@ class Work:
             raise self._failed
         watched: AbstractContextManager[None] = nullcontext()
         if self._meeting is not None:
-            watched = WATCH.waiting(self._meeting, self._what, self._number)
+            watched = self._meeting.watch.waiting(self._meeting, self._what, self._number)
         try:
             with reporting(self._what, self._meeting, self._number), watched:
                 yield
@@ -119,28 +119,3 @@ def following(works: Sequence[Work], finish: Callable[[], None], what: str) -> W
         return all(work.is_settled() for work in works)
 
     return Work((), finish, what, settled)
-
-
-class _Unsettled:
-    """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who
-    began them."""
-
-    def __init__(self) -> None:
-        self._alive: deque[tuple[Callable[[], bool], Sequence[object]]] = deque()
-        self._enough = ENOUGH
-
-    def keep_alive(self, was_read: Callable[[], bool], what: Sequence[object]) -> None:
-        """Keep inputs alive, and where it is told that they are ready."""
-        while self._alive and self._alive[0][0]():
-            self._alive.popleft()
-        self._alive.append((was_read, what))
-        if len(self._alive) > self._enough:  # a peer may never read the first of them, having failed
-            self.sweep()
-            self._enough = 2 * len(self._alive) + ENOUGH
-
-    def sweep(self) -> None:
-        """Let go of all that was read."""
-        self._alive = deque(each for each in self._alive if not each[0]())
-
-
-UNSETTLED = _Unsettled()

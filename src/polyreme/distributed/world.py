@@ -1,0 +1,57 @@
+"""What this process has together with one set of ranks: groups, the watch over them, memory that they share.
+It ends with them, and other ranks may follow in the same process.
+
+Invariant: nothing that lives as long as these ranks is kept anywhere else. What MPI has is no part of it: it
+begins once in a process, with the ranks that its mpirun started, and ends with it.
+Communication: none of its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any, Protocol, TypeVar
+
+
+class Part(Protocol):
+    """Something that a world has one of."""
+
+    def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+class World:
+    """The parts are made as they are asked for, the first time."""
+
+    def __init__(self) -> None:
+        self._parts: dict[type[Any], Any] = {}
+
+    def of(self, kind: type[P]) -> P:
+        """The world's own `kind`."""
+        if kind not in self._parts:
+            self._parts[kind] = kind()
+        found: P = self._parts[kind]
+        return found
+
+    def close(self) -> None:
+        """End groups that were made for meshes (and the process group, if Polyreme opened it), the thread
+        that watches them, and the memory shared with other ranks. What engines of this world still hold goes
+        with them; they cannot train any more. The next mesh opens another world.
+
+        Parts end in the order in which they were made, the watch before the groups that it watches.
+        Communication: others hear, where they wait for this rank, that it has left."""
+        global _current
+        if _current is self:
+            _current = World()
+        with ExitStack() as ending:
+            for part in reversed(self._parts.values()):
+                ending.callback(part.close)
+        self._parts.clear()
+
+
+def current() -> World:
+    """The world that meshes are opened in."""
+    return _current
+
+
+_current = World()

@@ -1,0 +1,125 @@
+"""Worlds, one after the other in one process: a closed one leaves nothing, and others follow."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import polyreme
+from polyreme.distributed.mesh import Mesh
+from polyreme.distributed.process_group import close
+from polyreme.distributed.watch import Watch
+from polyreme.distributed.world import current
+from polyreme.errors import TransportError
+from pool import Ranks
+
+WIDTH = 16
+
+
+def train(world: int, stage: int) -> float:
+    """The loss of a second step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))).double()
+    config = {"batch": {"size": 4}, "zero": {"stage": stage, "min_bucket": 0}}
+    config |= {"precision": {"compute": "fp64"}}  # type: ignore[dict-item]
+    with polyreme.initialize(model, config, loss_fn=nn.functional.mse_loss) as engine:
+        assert engine.mesh.world_size == world
+        x = torch.ones(4 // world, WIDTH, dtype=torch.float64)
+        return [engine.train_step((x, x)).loss for _ in range(2)][1]
+
+
+def left() -> dict[str, object]:
+    """What this process has of a world: its files and mappings, threads (gloo's, too) and groups."""
+    gc.collect()
+    files = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    tasks = [(each / "comm").read_text().strip() for each in Path("/proc/self/task").iterdir()]
+    return {
+        "heaps": [each for each in files if "memfd:polyreme" in each],
+        "mappings": Path("/proc/self/maps").read_text().count("memfd:polyreme"),
+        "threads": [each.name for each in threading.enumerate() if each is not threading.main_thread()],
+        "gloo": [each for each in tasks if "gloo" in each],
+        "groups": len(dist.distributed_c10d._world.pg_map),
+    }
+
+
+NOTHING = {"heaps": [], "mappings": 0, "threads": [], "gloo": [], "groups": 0}
+
+
+def two_worlds(rank: int, world: int, folder: Path) -> tuple[list[float], list[dict[str, object]]]:
+    """Train in a world of all, then in one of the first two or of the others, whose group is destroyed
+    by hand, and in one of these ranks the other way round."""
+    losses, found = [train(world, 3)], []
+    close()
+    found.append(left())
+    for again in range(2):
+        half, at = rank // 2, rank % 2
+        meeting = f"file://{folder / f'meeting {half} {again}'}"
+        dist.init_process_group("gloo", meeting, timedelta(minutes=1), 2, 1 - at if again else at)
+        losses.append(train(2, 2 + again))
+        dist.barrier()
+        dist.destroy_process_group()
+    close()
+    found.append(left())
+    return losses, found
+
+
+def test_a_world_follows_another_and_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    for losses, found in ranks(4, two_worlds, tmp_path):
+        assert found == [NOTHING] * 2
+        assert max(losses) - min(losses) < 1e-12
+
+
+def over_one_group(rank: int, world: int) -> None:
+    """Worlds over a process group of the user's, which stays."""
+    group, numbers = dist.group.WORLD, set()
+    for shared in (True, False):
+        mesh = Mesh.open({"dp": world}, shared_memory=shared)
+        watch = current().of(Watch)
+        numbers.add(int(dist.distributed_c10d._get_default_store().get(f"polyreme/worlds/{rank}")))
+        mesh.dp.barrier()
+        current().close()
+        assert dist.group.WORLD is group and dist.distributed_c10d._world.pg_map.keys() == {group}
+        assert current().of(Watch) is not watch and not watch.failure.startswith("rank")
+        for use in (mesh.dp.barrier, lambda mesh=mesh: mesh.dp.send(torch.ones(1), 1 - rank).wait()):
+            with pytest.raises(TransportError, match=r"has closed the world.*open another engine"):
+                use()
+        dist.barrier()
+    assert len(numbers) == 2
+
+
+def test_a_process_group_of_the_users_outlives_worlds(ranks: Ranks) -> None:
+    ranks(2, over_one_group)
+
+
+def left_behind(rank: int, world: int, folder: Path) -> float:
+    """What rank 1 reads of a message whose sender has closed its world."""
+    dp, closed = Mesh.open({"dp": world}).dp, folder / "closed"
+    numbers = torch.full((1 << 16,), 2.0)
+    if rank == 0:
+        for tensor in (numbers, dp.empty(numbers.numel(), numbers.dtype, numbers.device).copy_(numbers)):
+            dp.send(tensor, 1)
+        del tensor
+        current().close()
+        del dp
+        gc.collect()
+        closed.touch()
+        return 2.0
+    while not closed.exists():
+        time.sleep(0.01)
+    found = []
+    for _ in range(2):
+        dp.receive(numbers.zero_(), 0).wait()
+        found.append(numbers.mean().item())
+    return sum(found) / 2
+
+
+def test_what_was_sent_before_the_end_arrives(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, left_behind, tmp_path) == [2.0, 2.0]
