@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -123,3 +126,54 @@ def left_behind(rank: int, world: int, folder: Path) -> float:
 
 def test_what_was_sent_before_the_end_arrives(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, left_behind, tmp_path) == [2.0, 2.0]
+
+
+def by_environment(rank: int, world: int, ports: list[int]) -> tuple[list[float], list[dict[str, object]]]:
+    """Worlds that Polyreme itself opens: of all, and of the first two and of the others, twice at one
+    address."""
+    dist.destroy_process_group()
+    losses, found = [], []
+    first, pair = [*range(world)], [rank // 2 * 2, rank // 2 * 2 + 1]
+    for ranks, port in ((first, ports[0]), (pair, ports[1 + rank // 2]), (pair, ports[1 + rank // 2])):
+        at, size = str(ranks.index(rank)), str(len(ranks))
+        os.environ |= {"RANK": at, "LOCAL_RANK": at, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        losses.append(train(len(ranks), 2))
+        current().close()
+        found.append(left())
+    return losses, found
+
+
+def test_worlds_of_the_environment(ranks: Ranks) -> None:
+    with contextlib.ExitStack() as taken:
+        sockets = [taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        ports = [each.getsockname()[1] for each in sockets]
+    for losses, found in ranks(4, by_environment, ports):
+        assert found == [NOTHING] * 3
+        assert max(losses) - min(losses) < 1e-12
+
+
+def without_one(rank: int, world: int, folder: Path) -> tuple[str, float, dict[str, object]]:
+    """What ranks say when the last one leaves, and what becomes of them without it."""
+    mesh, said = Mesh.open({"dp": world}), ""
+    mesh.dp.barrier()
+    if rank < world - 1:
+        with pytest.raises(TransportError) as error:
+            mesh.dp.barrier()
+        said = str(error.value)
+        del error
+    del mesh
+    close()
+    dist.init_process_group(
+        "gloo", f"file://{folder / str(rank // 2)}", timedelta(minutes=1), 2 - rank // 2, rank % 2
+    )
+    loss = train(2 - rank // 2, 2)
+    close()
+    return said, loss, left()
+
+
+def test_ranks_go_on_without_one_that_left(ranks: Ranks, tmp_path: Path) -> None:
+    answers = ranks(3, without_one, tmp_path)
+    assert all("rank 2" in said for said, _, _ in answers[:2]), answers
+    assert [found for _, _, found in answers] == [NOTHING] * 3
+    assert max(loss for _, loss, _ in answers) - min(loss for _, loss, _ in answers) < 1e-12
