@@ -45,6 +45,39 @@ def test_what_is_written_shows_at_the_peer() -> None:
     assert home.offset(torch.ones(3)) == -1 and home.empty(0, torch.int8).numel() == 0
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_a_closed_heap_stays_as_it_is_for_its_readers() -> None:
+    home = Heap()
+    other, tensor = opened(home), home.empty(1000, torch.float64).fill_(7)
+    where, nbytes = home.offset(tensor), tensor.nbytes
+    home.close()
+    assert tensor.eq(7).all()
+    del tensor
+    gc.collect()
+    seen = torch.frombuffer(other.read(where, nbytes), dtype=torch.float64)
+    other.close()
+    assert seen.eq(7).all()
+    for use in (lambda: home.empty(1, torch.int8), lambda: other.read(where, nbytes)):
+        with pytest.raises(TransportError, match="has closed the world"):
+            use()
+
+
+def test_a_forked_child_gives_nothing_of_its_parents_back() -> None:
+    home = Heap()
+    tensor, board = home.empty(1000, torch.float64).fill_(7), Board(home, "dp", 0, 2, 1.0)
+    other = Board(home, "dp", 1, 2, 1.0)
+    other.meet(0, opened(home), board.offset)
+    if (child := os.fork()) == 0:
+        del tensor, board
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tensor.eq(7).all() and not other.is_posted(0, 0, 0)
+    del board
+    with pytest.raises(TransportError, match="has no engine any more"):
+        other.is_posted(0, 0, 0)
+
+
 def test_freed_ranges_go_back_and_are_used_again() -> None:
     home = Heap()
     blocks = os.fstat(home._file).st_blocks

@@ -149,7 +149,8 @@ class Heap:
 
     def _give_back(self, nbytes: int, where: tuple[mmap.mmap, int, int], again: bool) -> None:
         segment, _, start = where
-        if self._file < 0:  # others may still read what nobody here keeps for them
+        # others may still read what nobody here keeps for them; in a forked child all is its parent's
+        if self._file < 0 or self.pid != os.getpid():
             return
         segment.madvise(mmap.MADV_REMOVE, start, nbytes)
         if again:
@@ -231,7 +232,7 @@ class Board:
         self.memory, self.offset = heap.reserve(8 * (self._size + 1), again=False)
         words = np.ndarray(self._size + 1, np.int64, self.memory)
         words[-1] = 1
-        weakref.finalize(self, words.__setitem__, -1, 0).atexit = False
+        weakref.finalize(self, _take_down, words, heap.pid).atexit = False
         self._mine = words[:-1].reshape(self._shape)
         self._others: dict[int, tuple[Peer, np.ndarray, np.ndarray]] = {}
         """The heap, the words and the last word of each rank."""
@@ -338,6 +339,11 @@ class Heaps:
         for each in (self.own, *self.peers.values()):
             if each is not None:
                 each.close()
+
+
+def _take_down(words: np.ndarray, pid: int) -> None:
+    if pid == os.getpid():
+        words[-1] = 0
 
 
 def heap() -> Heap | None:
