@@ -89,7 +89,7 @@ BUDGETS = {
     "config": 1045,
     "data": 674,
     "deferred_init": 416,
-    "distributed": 3018,
+    "distributed": 3029,
     "files": 324,
     "integrations": 386,
     "job": 748,

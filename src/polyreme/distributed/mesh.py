@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
 from typing import Any, NoReturn, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from polyreme.distributed.simulated import Simulated
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import Watch
 from polyreme.distributed.work import DONE, Work
-from polyreme.distributed.world import current
+from polyreme.distributed.world import CLOSED, current
 from polyreme.errors import ModelError, TransportError
 from polyreme.files.machine import boot
 from polyreme.layout.mesh_axes import AXES, ROLES, lines
@@ -434,12 +435,34 @@ def _axis(
 ) -> Axis:
     """An axis over the ranks of `group`, which moves tensors of `device`."""
     if not exchanges_directly(group):
-        return Axis(name, size, rank, ProcessGroup(name, size, rank, group, device))
-    backend = (AcrossHosts if of_cpus(group) == "mpi" else GlooDirect)(name, size, rank, group)
-    axis = Axis(name, size, rank, backend)
-    if shared_memory:
-        backend.meet(axis.gather_objects, timeout)
+        axis = Axis(name, size, rank, ProcessGroup(name, size, rank, group, device))
+    else:
+        backend = (AcrossHosts if of_cpus(group) == "mpi" else GlooDirect)(name, size, rank, group)
+        axis = Axis(name, size, rank, backend)
+        if shared_memory:
+            backend.meet(axis.gather_objects, timeout)
+    current().of(Opened).axes.add(axis)
     return axis
+
+
+class Opened:
+    """The axes of a world that move tensors."""
+
+    def __init__(self) -> None:
+        self.axes = WeakSet[Axis]()
+
+    def close(self) -> None:
+        """Have them move nothing any more, nor hold what they did it with: engines that are closed, too, have
+        their axes."""
+        for axis in self.axes:
+            axis.backend = _Closed()  # type: ignore[assignment]
+
+
+class _Closed:
+    """In the place of a `Backend`."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise TransportError(CLOSED)
 
 
 def exchanges_directly(group: dist.ProcessGroup) -> bool:

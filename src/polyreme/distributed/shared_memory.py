@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from polyreme.distributed.watch import MessageError, Watch
-from polyreme.distributed.world import current
+from polyreme.distributed.world import CLOSED, current
 from polyreme.errors import TransportError
 from polyreme.layout.intervals import round_down, round_up
 
@@ -374,7 +374,7 @@ def peer(pid: int, file: int, token: str) -> Peer | None:
 
 def _refuse_closed(file: int) -> None:
     if file < 0:
-        raise TransportError("this process has closed the world of this host's ranks: open another engine")
+        raise TransportError(CLOSED)
 
 
 def _word(exchange: int, offset: int) -> int:

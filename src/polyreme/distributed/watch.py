@@ -389,12 +389,12 @@ class Watch:
     # ---- the end
 
     def close(self) -> None:
-        """Tell others that this rank leaves, and look no more; waits for them fail from now on."""
+        """Tell others that this rank leaves, and look no more."""
         self._closed = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(ANSWER)
-        self.failure, self._store = self.failure or _CLOSED, None
+        self._store = None
 
     def _end(self) -> None:
         with suppress(RuntimeError):  # the rank that had the store ended
@@ -429,7 +429,6 @@ _ENDED = (
     "ended before this one: all ranks have to make the same number "
     "of steps, and engine.ask_to_stop() has them stop at the same one"
 )
-_CLOSED = "this process has closed the world of these ranks, with their groups: open another engine"
 
 
 def collective(method: Callable[P, T]) -> Callable[P, T]:

@@ -24,7 +24,6 @@ def reporting(what: str, meeting: Meeting | None = None, number: int | None = No
     what is known of the cause, where the ranks of `meeting` took part, in their `number`th operation."""
     watch = current().of(Watch) if meeting is None else meeting.watch
     try:
-        watch.check()
         yield
     except (RuntimeError, TransportError) as error:
         why = watch.why(meeting, number, error)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
+CLOSED = "this process has closed the world of these ranks, with their groups: open another engine"
+
 
 class Part(Protocol):
     """Something that a world has one of."""
@@ -35,8 +37,8 @@ class World:
 
     def close(self) -> None:
         """End groups that were made for meshes (and the process group, if Polyreme opened it), the thread
-        that watches them, and the memory shared with other ranks. What engines of this world still hold goes
-        with them; they cannot train any more. The next mesh opens another world.
+        that watches them, and the memory shared with other ranks, but for tensors that somebody still has.
+        The axes of this world move nothing any more. The next mesh opens another world.
 
         Parts end in the order in which they were made, the watch before the groups that it watches.
         Communication: others hear, where they wait for this rank, that it has left."""
