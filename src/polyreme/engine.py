@@ -22,7 +22,7 @@ from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.distributed.agreement import how_to_meet, known_as, same_config, same_model, same_scheduler
 from polyreme.distributed.mesh import Mesh, everyone
-from polyreme.distributed.watch import collective
+from polyreme.distributed.watch import WATCH, collective
 from polyreme.errors import WARNS, BatchError, ModelError
 from polyreme.models import huggingface
 from polyreme.models.batch_norm import normalise
@@ -435,15 +435,15 @@ class Engine(ModuleFace):
             raise ModelError(_IN_FORWARD)
         if torch.is_grad_enabled() and self._training.blocks.awaits_backward:
             raise ModelError(_BEFORE_BACKWARD)
-        self._take_in_writes()
-        placement = self._training.placement
+        with WATCH.calling("full_parameters"):
+            self._take_in_writes()
         names = None if among is None else {NAMES[parameter] for parameter in among if parameter in NAMES}
         if not write:
-            with readable(placement, names):
+            with readable(self._training.placement, names):
                 yield self.module
             return
         self._refuse_within_step("full_parameters(write=True)")
-        with writable(placement, names, self.mesh.places(rank)):
+        with writable(self._training.placement, names, self.mesh.places(rank)):
             yield self.module
             self._checkpoints.taken()
         self._step.written.note()
@@ -572,6 +572,9 @@ class Engine(ModuleFace):
 
 for _name in ("__init__", "__call__", "train_step", "eval_step", "eval_outputs", "backward", "step"):
     setattr(Engine, _name, tells_of_memory(getattr(Engine, _name)))
+
+for _name in ("gradients", "plateau", "refresh", "sleep"):
+    setattr(Engine, _name, collective(getattr(Engine, _name)))
 
 _CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
 _CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"

@@ -89,7 +89,7 @@ BUDGETS = {
     "config": 1045,
     "data": 674,
     "deferred_init": 416,
-    "distributed": 3029,
+    "distributed": 3057,
     "files": 324,
     "integrations": 386,
     "job": 748,
@@ -101,10 +101,10 @@ BUDGETS = {
     "optim": 1399,
     "pipeline": 1204,
     "planner": 237,
-    "step": 3943,
+    "step": 3945,
     "tensor": 1906,
     "zero": 2766,
-    "": 425,
+    "": 427,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""

@@ -19,8 +19,10 @@ config = {"batch": {"size": 4}, "zero": {"stage": stage, "min_bucket": 0}}
 engine = polyreme.initialize(model, config, loss_fn=torch.nn.functional.mse_loss)
 x = torch.ones(2, 6)
 try:
-    for step in range(3 - rank):
+    for step in range(3 - rank * (way != "saves")):
         engine.train_step((x, x))
+    if not rank and way == "saves":
+        engine.save("saved")
     if rank and way == "raises":
         raise ValueError("no more of it")
     if rank and way == "is killed":
@@ -34,6 +36,8 @@ except polyreme.PolyremeError as error:
 @pytest.mark.parametrize(("stage", "way", "said"), [
     (3, "ends", "rank 1 ended before this one: all ranks have to make "
                 "the same number of steps, and engine.ask_to_stop()"),
+    (2, "saves", "rank 1 ended without it; every rank has to call engine.save, "
+                 "outside of any `if rank == 0:`"),
     (2, "raises", "ValueError: no more of it"),
     (0, "is killed", "rank 1 of 2 failed first: it was ended by SIGKILL"),
 ])  # fmt: skip

@@ -58,7 +58,7 @@ def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
     """What a rank says where rank 1 does something else than rank 0."""
     width = 8 if "small" in case else WIDTH
     model = Branches(width)
-    stage = 3 if case in ("blocks", "small blocks", "validation") else 2
+    stage = 3 if case in ("blocks", "small blocks", "validation", "state_dict", "full_parameters") else 2
     zero = {"stage": stage, "min_bucket": 0}
     engine = polyreme.initialize(model, {**BATCH, "zero": zero}, loss_fn=nn.functional.mse_loss)
     batch = torch.randn(2, width), torch.randn(2, width)
@@ -76,6 +76,11 @@ def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
                 engine.train_step(batch)
             elif "eval" in case:
                 engine.eval_step(batch)
+            elif case == "state_dict":
+                engine.state_dict()
+            elif case == "full_parameters":
+                with engine.full_parameters():
+                    pass
             else:
                 engine.save(folder)
         except PolyremeError as error:
@@ -86,12 +91,22 @@ def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
     return "", 0.0
 
 
+def alone(call: str) -> tuple[str, ...]:
+    """What is said where rank 1 alone makes a call."""
+    return (
+        f"because rank 1 alone called engine.{call}, and rank 0 engine.train_step in its place; every rank "
+        f"has to call engine.{call}, outside of any `if rank == 0:`",
+    )
+
+
 CASES = {
     "blocks": ("blocks.1.weight", "zero.keep"),
     "small blocks": ("blocks.1.weight", "zero.keep"),
-    "eval": ("in eval_step", "in train_step", "in eval_step failed", "in train_step failed", "same calls"),
-    "small eval": ("in eval_step", "in train_step", "same calls"),
-    "save": ("in save", "in train_step", "same calls"),
+    "eval": ("in eval_step failed", "in train_step failed", *alone("eval_step")),
+    "small eval": alone("eval_step"),
+    "save": alone("save"),
+    "state_dict": alone("state_dict"),
+    "full_parameters": alone("full_parameters"),
     "validation": (
         ". Before, rank ",
         " outside of the engine's methods, as where engine.module is called",
@@ -112,6 +127,8 @@ def test_both_ranks_say_what_the_other_does(ranks: Ranks, tmp_path: Path, case: 
         assert seconds < 120, "far before the deadline of ten minutes"
     for name in CASES[case]:
         assert any(name in said for said, _ in answers), (name, answers)
+    if alone(case)[0] in CASES[case]:
+        assert not any("zero.keep" in said or "generate" in said for said, _ in answers), answers
 
 
 def late(rank: int, world: int, told: Path) -> float:

@@ -36,6 +36,8 @@ BREAK = (1 << 30) + 1
 ANSWER = 3.0
 """Seconds that the store may take to answer: on a host that was cut off it never does, and has no
 deadline."""
+LOOP = {"train_step", "backward", "step"}
+"""The engine's methods that a script calls again and again, and seldom on one rank alone."""
 ASIDE = "polyreme-save"
 """How the names of threads begin that exchange beside training: while one waits, its rank goes on."""
 
@@ -302,7 +304,10 @@ class Watch:
                     return f"rank {rank} {why}"
             for key in (f"ended/{rank}", f"left/{rank}"):
                 if self._store.check([key]):
-                    return f"rank {rank} {self._store.get(key).decode()}"
+                    why = self._store.get(key).decode()
+                    if why == _ENDED and self.call and self.call not in LOOP:
+                        why = f"ended without it; {_every_rank(self.call)}"
+                    return f"rank {rank} {why}"
         return ""
 
     def _why_other_call(self, wait: Wait) -> str:
@@ -310,23 +315,33 @@ class Watch:
         for rank in wait.meeting.others():
             there = _by_number(self._at(rank), wait.meeting)
             other, call = there.get(wait.number, (wait.what, ""))
-            if other != wait.what:
-                return (
-                    f"rank {rank} began another operation in its "
-                    f"place, {other}{within(call)}{self._first_apart(wait, rank, there)}; {_WAY}"
-                )
+            if other == wait.what:
+                continue
+            number, before = self._first_apart(wait, rank, there)
+            if not wait.aside and (said := _unlike(self._calls_of(wait.meeting, number))):
+                return said
+            return f"rank {rank} began another operation in its place, {other}{within(call)}{before}; {_WAY}"
         return ""
 
-    def _first_apart(self, wait: Wait, rank: int, there: Mapping[int | None, tuple[str, str]]) -> str:
-        """The first of the remembered operations that this rank and the other one began in unlike calls."""
+    def _first_apart(
+        self, wait: Wait, rank: int, there: Mapping[int | None, tuple[str, str]]
+    ) -> tuple[int | None, str]:
+        """The first of the remembered operations that this rank and the other one began in unlike calls, and
+        what to say of it; the awaited one, and nothing, where none was before."""
         for number, what, call in wait.meeting.begun:
             other = there.get(number, (what, call))
             if number != wait.number and other[1] != call:
-                return (
+                return number, (
                     f". Before, rank {rank} began {other[0]}{within(other[1]) or _OUTSIDE}, and this "
                     f"rank {what}{within(call) or _OUTSIDE}"
                 )
-        return ""
+        return wait.number, ""
+
+    def _calls_of(self, meeting: Meeting, number: int | None) -> dict[int, str]:
+        """In which call each rank began an operation of the meeting, as far as is known."""
+        begun = {rank: _by_number(self._at(rank), meeting) for rank in meeting.others()}
+        begun[dist.get_rank()] = {each: (what, call) for each, what, call in meeting.begun}
+        return {rank: its[number][1] for rank, its in sorted(begun.items()) if number in its}
 
     def _in_circle(self, wait: Wait) -> str:
         """Why the wait has no end, where it is in a circle of waits that have all gone on since the circle
@@ -344,7 +359,8 @@ class Watch:
             f"rank {rank} waits for rank {after}, in {here.what}{within(here.call)}"
             for (rank, here), after in zip(wait.circle.items(), [*ranks[1:], mine], strict=True)
         ]
-        return (
+        calls = {mine: self.call, **{rank: here.call for rank, here in wait.circle.items()}}
+        return _unlike(calls) or (
             f"{', '.join(each)}, and rank {mine} for rank "
             f"{ranks[0]}, in {wait.what}{within(self.call)}; {_WAY}"
         )
@@ -418,6 +434,32 @@ def _by_number(there: Any, meeting: Meeting) -> dict[int | None, tuple[str, str]
     return {number: (what, call) for number, what, call in begun}
 
 
+def _every_rank(call: str) -> str:
+    return f"every rank has to call engine.{call}, outside of any `if rank == 0:`"
+
+
+def _unlike(calls: Mapping[int, str]) -> str:
+    """What to say of ranks that are in these calls in each other's place; nothing where they are in the same
+    one, or some in none of the engine's."""
+    ranks: dict[str, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        ranks.setdefault(call, []).append(rank)
+    if len(ranks) < 2 or "" in ranks:
+        return ""
+    rare = [call for call in ranks if call not in LOOP]
+    if len(rare) != 1:
+        said = " and ".join(f"{ranks_named(its)} called engine.{call}" for call, its in ranks.items())
+        return f"{said} in its place; all ranks have to make the same calls in the same order"
+    others = " and ".join(
+        f"{ranks_named(its)} engine.{call}" for call, its in ranks.items() if call != rare[0]
+    )
+    alone = " alone" if len(calls) == dist.get_world_size() else ""
+    return (
+        f"{ranks_named(ranks[rare[0]])}{alone} called engine.{rare[0]}, and {others} in its place; "
+        f"{_every_rank(rare[0])}"
+    )
+
+
 _OUTSIDE = " outside of the engine's methods, as where engine.module is called"
 _WAY = (
     "a model that each rank calls as often as it likes (validation on one rank, generate) is called within "
@@ -431,12 +473,13 @@ _ENDED = (
 )
 
 
-def collective(method: Callable[P, T]) -> Callable[P, T]:
-    """Marks a method that all ranks have to call: messages name it."""
+def collective(method: Callable[P, T], of: str = "") -> Callable[P, T]:
+    """Marks a method that all ranks have to call: messages name it, of an engine or of what `of` is of
+    one."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with current().of(Watch).calling(method.__name__):
+        with current().of(Watch).calling(of + method.__name__):
             return method(*args, **kwargs)
 
     return run

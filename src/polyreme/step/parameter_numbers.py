@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from polyreme.distributed.watch import collective
+from polyreme.distributed import watch
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut, Slot
 from polyreme.layout.intervals import overlap
@@ -27,6 +28,7 @@ from polyreme.zero.bucket import Bucket
 from polyreme.zero.parameter import NAMES, in_backward
 from polyreme.zero.sharded_optimizer import Update
 
+collective = partial(watch.collective, of="numbers(...).")
 GRADIENT = "gradient"
 """The kind of the gradients. MASTER is that of the weights that the optimizer updates; every other kind is
 one of its states, by torch's name, such as `exp_avg`."""
