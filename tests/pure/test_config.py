@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -203,6 +204,9 @@ def test_overrides_of_a_resolved_config_start_from_what_the_user_wrote() -> None
         ({"data": {"sequence_length": 8}}, "data.sequence_length", "data.sequence"),
         ({"Seed": 1}, "Seed", "seed"),
         ({"optimizer": {"type": "adamw"}}, "optimizer.type", "optimizer.name"),
+        ({"scheduler": {"name": "cosine"}}, "scheduler", "lr_schedule"),
+        ({"lr_scheduler": "cosine"}, "lr_scheduler", "lr_schedule"),
+        ({"train": {"steps": 3}}, "train.steps", "train.length"),
         ({"optimizer": {"weight_decy": 0}}, "optimizer.weight_decy", "optimizer.weight_decay"),
     ],
 )
@@ -210,6 +214,14 @@ def test_an_unknown_key_names_the_nearest(source: dict[str, Any], key: str, mean
     problems = refused(source)
     assert list(problems) == [key]
     assert problems[key].fix == f'did you mean "{meant}"?'
+
+
+@pytest.mark.parametrize(
+    "source", [{"train": {"epochs": 3}}, {"epochs": 3}, {"train": {"num_train_epochs": 3}}]
+)
+def test_epochs_are_told_of_as_a_length(source: dict[str, Any]) -> None:
+    (problem,) = refused(source).values()
+    assert problem.fix.startswith('write train.length = "N samples", N being the number of epochs times')
 
 
 def test_a_config_of_deepspeeds_is_told_where_to_go(tmp_path: Path) -> None:
@@ -316,7 +328,18 @@ MEANT: dict[str, list[tuple[Any, Any]]] = {
     "checkpoint.every": [("1e-320 steps", "500 steps"), ("100 step.", "100 steps")],
     "checkpoint.file_size": [("5 GIB!", "5 GiB"), ("1,000 MiBs", "1000 MiB")],
     "zero.stage": [("3", 3), ("stage 2", 2), ("AUTO", "auto")],
-    "precision.compute": [("BF16", "bf16"), ("bf-16", "bf16")],
+    "precision.compute": [
+        ("BF16", "bf16"),
+        ("bf-16", "bf16"),
+        ("float64", "fp64"),
+        ("double", "fp64"),
+        ("float32", "fp32"),
+        ("torch.bfloat16", "bf16"),
+        ("Float16", "fp16"),
+        ("half", "fp16"),
+        (torch.float64, "fp64"),
+    ],
+    "optimizer.states": [("float32", "fp32"), ("bfloat16", "bf16"), ("int8", "8bit")],
     "lr_schedule.name": [("Cosine", "cosine"), ("linaer", "linear")],
     "model.path": [(3, "3")],
     "seed": [(-1, 0), ("7", 7)],
@@ -436,7 +459,7 @@ def test_a_word_that_is_none_of_those_is_told_the_nearest() -> None:
         {
             "pipeline": {"schedule": "interleave"},
             "lr_schedule": {"name": "cosinus"},
-            "precision": {"compute": "half"},
+            "precision": {"compute": "int4"},
         }
     )
     assert [problem.fix for problem in problems.values()] == [

@@ -131,8 +131,8 @@ def test_cast_and_master() -> None:
 @pytest.mark.parametrize(
     ("made", "precision", "warned"),
     [
-        (torch.bfloat16, {}, "made in bfloat16 and is trained in fp32"),
-        (torch.float64, {}, "made in float64 and is trained in fp32"),
+        (torch.bfloat16, {}, 'precision.compute: write precision.compute = "bf16", or "fp32"'),
+        (torch.float64, {}, 'precision.compute: write precision.compute = "fp64", or "fp32"'),
         (torch.bfloat16, {"compute": "fp32"}, ""),
         (torch.bfloat16, {"compute": "bf16"}, ""),
         (torch.float32, {}, ""),

@@ -309,9 +309,13 @@ ELSEWHERE = {
     "gradient_clip_val": "optimizer.clip",
     "optimizer.type": "optimizer.name",
     "lr_schedule.type": "lr_schedule.name",
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), "lr_schedule"),
+    **dict.fromkeys(("max_steps", "train.steps"), "train.length"),
     **dict.fromkeys(("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype"), "precision.compute"),
 }
 """What other systems call our keys, in any section or, with a dot, in that one."""
+EPOCHS = {"epochs", "num_epochs", "max_epochs", "num_train_epochs"}
+"""How other systems have training end after rounds through the data."""
 
 
 def _unknown(key: str, value: object, compared: bool) -> Problem:
@@ -327,6 +331,11 @@ def _unknown(key: str, value: object, compared: bool) -> Problem:
             alike, difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio()
         )
 
+    if name in EPOCHS:
+        fix = (
+            'write train.length = "N samples", N being the number of epochs times that of samples in the data'
+        )
+        return Problem(key, value, "there is no such key, and no length in epochs", fix)
     if (meant := ELSEWHERE.get(key, ELSEWHERE.get(name))) is not None:
         return Problem(key, value, "there is no such key", f'did you mean "{meant}"?')
     if compared and len(key) <= LONGEST_WORD:

@@ -24,6 +24,16 @@ WORDS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
+FORMATS = {
+    **dict.fromkeys(("float64", "double", "f64"), "fp64"),
+    **dict.fromkeys(("float32", "float", "single", "f32"), "fp32"),
+    **dict.fromkeys(("bfloat16", "bfloat"), "bf16"),
+    **dict.fromkeys(("float16", "half", "f16"), "fp16"),
+    **dict.fromkeys(("int8", "uint8"), "8bit"),
+    "bf16-mixed": "autocast-bf16",
+    "16-mixed": "autocast-fp16",
+}
+"""Number formats by torch's names, and Lightning's."""
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 SIZES = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
 LENGTHS = ("steps", "samples", "tokens")
@@ -56,8 +66,11 @@ def _candidates(field: FieldInfo, value: object) -> Iterator[Any]:
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
         yield value
+    if type(value).__name__ == "dtype":  # torch's: such as torch.float64
+        value = str(value)
     if isinstance(value, str) and len(value) <= LONGEST:
         word = value.strip().strip("'\"").strip()
+        yield from (FORMATS[each] for each in (word.lower().removeprefix("torch."),) if each in FORMATS)
         yield from nearest(word, [each for each in kinds if isinstance(each, str)])
         yield from (WORDS[each] for each in (word.lower(),) if each in WORDS and bool in kinds)
         yield from _quantities(word, kinds)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyreme.config.repair import FORMATS
 from polyreme.config.schema import SCALED, PrecisionSection
 from polyreme.errors import warn
 from polyreme.models.huggingface import map_leaves, tensors_in
@@ -49,9 +50,10 @@ def warn_of_default(module: nn.Module, compute: str) -> None:
     """Warn where trained parameters were made in another format than `compute`, which nobody asked for."""
     trained = {p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()}
     if others := sorted(str(dtype).removeprefix("torch.") for dtype in trained - {DTYPES[compute]}):
+        values = [f'"{FORMATS[each]}"' for each in others if each in FORMATS]
         warn(
             f"the model was made in {', '.join(others)} and is trained in {compute}, the default of "
-            "precision.compute: set that to the one that you mean"
+            f'precision.compute: write precision.compute = {", ".join(values)}, or "{compute}" to keep it so'
         )
 
 
