@@ -666,3 +666,23 @@ def test_the_status_tells_whether_work_is_left(
     monkeypatch.setattr("polyreme.job.resume.find_beginning", lambda config: found)
     assert polyreme("train", config, "-n", "2", "--stopped-status", "75")[0] == status and len(launched) == 1
     assert polyreme("train", config, "-n", "2")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("launch --nproc-per-node 2 x.py", "--nproc-per-node: -n RANKS"),
+        ("train x.toml --num_processes=2", "--num_processes: -n RANKS"),
+        ("launch --nnodes 2 x.py", "--nnodes: --nodes HOSTS"),
+        ("train x.toml --batch_size 16", "--batch_size: it is a key of the config: --set batch.size=VALUE"),
+        ("train x.toml --lr=0.1", "--set optimizer.lr=VALUE"),
+        ("inspect x.toml --zero-stage 3", "--set zero.stage=VALUE"),
+        ("train x.toml --scheduler cosine", "--set lr_schedule.name=VALUE"),
+        ("train x.toml --epochs 3", '--set train.length="N samples"'),
+        ("train x.toml --resum x", "--resume"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_what_does_it(words: str, said: str) -> None:
+    found = CliRunner().invoke(main.app, words.split(), env={"COLUMNS": "200"})
+    assert found.exit_code == 2 and said in found.output, found.output
+    assert "--patch" not in found.output

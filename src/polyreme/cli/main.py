@@ -26,7 +26,7 @@ import typer
 from typer.core import TyperGroup
 
 from polyreme.cli import cluster as clusters
-from polyreme.cli import endings
+from polyreme.cli import endings, unknown_option
 from polyreme.compat.finder import variables
 from polyreme.distributed.environment import LAUNCHED, Environment, detect
 from polyreme.distributed.failure import LAST
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from polyreme.config import Config
     from polyreme.job.run import Summary
     from polyreme.launch.hosts import Hosts
+
+
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which typer has a copy of
 
 
 class _Commands(TyperGroup):
@@ -64,6 +67,9 @@ class _Commands(TyperGroup):
                 how="" if getattr(error, "ended_well", False) else "error: ",
             )
             ctx.exit(error.exit_status)
+        except UsageError as error:
+            unknown_option.explain(error)
+            raise
         except BrokenPipeError:  # nobody reads on, as behind `| head`: typer ends without a word
             raise
         except OSError as error:  # files and folders that are not what the arguments say
