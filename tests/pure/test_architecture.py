@@ -95,7 +95,7 @@ BUDGETS = {
     "job": 748,
     "launch": 3092,
     "layout": 393,
-    "models": 949,
+    "models": 955,
     "monitor": 508,
     "offload": 1179,
     "optim": 1399,

@@ -116,6 +116,14 @@ def test_names_in_files_that_transformers_does_not_tell(monkeypatch: pytest.Monk
         assert file_names(model, {name: p.shape for name, p in model.named_parameters()}) == {}
 
 
+def test_a_folder_that_is_not_there_is_told_of_as_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{}")
+    for name, reason in (("none", "there is no such folder"), ("file", "it is a file")):
+        problem = huggingface.no_model(str(tmp_path / name))
+        assert problem is not None and problem.reason.startswith(reason), problem
+    assert (problem := huggingface.no_model("org/name")) is not None and "not downloaded" in problem.fix
+
+
 def test_a_directory_of_an_adapter_alone_is_told_of_as_one(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     problem = huggingface.no_model(str(tmp_path))

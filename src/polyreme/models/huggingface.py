@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from polyreme.config.loading import working_folder
 from polyreme.config.schema import LARGEST
 from polyreme.errors import ConfigError, ModelError, Problem, named, warn
 from polyreme.models.peft import has_adapters, is_peft_model, learns_prompts, plain_model
@@ -526,6 +527,11 @@ def no_model(path: str) -> Problem | None:
     if (Path(path) / "adapter_config.json").is_file():
         reason = "has an adapter alone (adapter_config.json), not the model that it is for"
         fix = "give that model's directory; a script trains the adapter on it (docs/recipes.md)"
+    elif not Path(path).exists():
+        reason = f"there is no such folder; the path is taken from {working_folder()}"
+        fix += "; a model of the Hugging Face hub is not downloaded"
+    elif not Path(path).is_dir():
+        reason = "it is a file, not a Hugging Face model directory"
     return Problem("model.path", path, reason, fix)
 
 
