@@ -101,7 +101,7 @@ BUDGETS = {
     "optim": 1399,
     "pipeline": 1204,
     "planner": 237,
-    "step": 3947,
+    "step": 3951,
     "tensor": 1906,
     "zero": 2766,
     "": 427,

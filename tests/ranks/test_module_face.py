@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import polyreme
 import threads
+from pool import Ranks
 
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "zero 0": ({"dp": 2}, 0),
@@ -238,3 +239,13 @@ def test_one_rank_warns_for_all_at_the_scripts_line() -> None:
         "NaN",
     ):
         assert [each.filename for each in caught if text in str(each.message)] == [__file__], text
+
+
+def wrapped(rank: int, world: int) -> str:
+    with pytest.raises(polyreme.ModelError) as caught:
+        nn.parallel.DistributedDataParallel(make())  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_an_engine_is_not_wrapped_again(ranks: Ranks) -> None:
+    assert all("leave the wrapper out" in said for said in ranks(2, wrapped))

@@ -54,6 +54,8 @@ WAYS |= {
     "load_checkpoint": "engine.load(path) goes on from a checkpoint",
 }
 """What to do in place of what a module or a wrapper of one has, and an engine has not."""
+ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""What torch's DistributedDataParallel asks of a module before it takes anything of it."""
 INSTEAD = {
     "lr": 'set it on each group, `for group in engine.optimizer.param_groups: group["lr"] = ...`, or give '
     "[lr_schedule] in the config or initialize(lr_scheduler=...)",
@@ -200,6 +202,8 @@ class ModuleFace:
         raise ModelError(_SPREAD)
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name == ASKED_BY_DDP:
+            raise ModelError(_WRAPPED)
         if name in WAYS:
             raise NoAttributeError(
                 f"engine.{name}: an engine has no such thing: {WAYS[name]}", name=name, obj=self
@@ -234,6 +238,10 @@ _SPREAD = (
     "an engine is spread over its ranks, and cannot be pickled or copied: engine.save(path) keeps all of it, "
     "engine.state_dict() has its weights, and copy.deepcopy(engine.module) inside of "
     "`with engine.full_parameters():` is a plain model"
+)
+_WRAPPED = (
+    "DistributedDataParallel(engine) would reduce gradients that the engine reduces itself: leave the "
+    "wrapper out, and call the engine"
 )
 _OTHER_OPTIMIZER = (
     "an optimizer made of engine.parameters() would find no gradients, and update nothing: make it of the "
