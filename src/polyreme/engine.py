@@ -32,6 +32,7 @@ from polyreme.optim.groups import Make, Recipe, recipe, refuse_foreign, warn_of_
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.step import given_gradients, report
 from polyreme.step.activations import Activations
+from polyreme.step.arguments import named_as_ours, one_batch
 from polyreme.step.batches import BatchComparison, micro_batches
 from polyreme.step.build import Model, build, divide_again, objective, open_model, share_out
 from polyreme.step.checkpoints import Checkpoints
@@ -59,6 +60,7 @@ from polyreme.zero.partition import Placement
 from polyreme.zero.refresh import refuse_own_shapes
 
 
+@named_as_ours
 @with_gradients
 def initialize(
     model: Model,
@@ -575,6 +577,8 @@ for _name in ("__init__", "__call__", "train_step", "eval_step", "eval_outputs",
 
 for _name in ("gradients", "plateau", "refresh", "sleep"):
     setattr(Engine, _name, collective(getattr(Engine, _name)))
+for _name in ("train_step", "eval_step", "eval_outputs"):
+    setattr(Engine, _name, one_batch(getattr(Engine, _name)))
 
 _CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
 _CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"

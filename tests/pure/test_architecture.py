@@ -101,10 +101,10 @@ BUDGETS = {
     "optim": 1399,
     "pipeline": 1204,
     "planner": 237,
-    "step": 3951,
+    "step": 3981,
     "tensor": 1906,
     "zero": 2766,
-    "": 427,
+    "": 431,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""

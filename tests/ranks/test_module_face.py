@@ -249,3 +249,24 @@ def wrapped(rank: int, world: int) -> str:
 
 def test_an_engine_is_not_wrapped_again(ranks: Ranks) -> None:
     assert all("leave the wrapper out" in said for said in ranks(2, wrapped))
+
+
+def test_a_batch_in_several_arguments_is_told_how_to_be_one() -> None:
+    engine, (x, y) = make(), batch(0)
+    for call in ("train_step", "eval_step"):
+        method = getattr(engine, call)
+        for said in (lambda: method(x, y), lambda: method(x, labels=y), lambda: method(input=x)):
+            with pytest.raises(polyreme.BatchError, match=rf"engine\.{call}\(\(x, y\)\)") as caught:
+                said()
+            assert isinstance(caught.value, TypeError)
+    engine.close()
+
+
+def test_arguments_that_initialize_does_not_have_are_named_by_ours() -> None:
+    meant = {"criterion": "loss_fn", "loss": "loss_fn", "scheduler": "lr_scheduler", "optim": "optimizer"}
+    for name, ours in meant.items():
+        with pytest.raises(polyreme.PolyremeError, match=rf"{name}.*{ours}=") as caught:
+            polyreme.initialize(Model(), {}, **{name: None})  # type: ignore[arg-type]
+        assert isinstance(caught.value, TypeError)
+    with pytest.raises(TypeError, match="nonsense"):
+        polyreme.initialize(Model(), {}, nonsense=1)  # type: ignore[call-arg]
