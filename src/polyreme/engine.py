@@ -22,7 +22,8 @@ from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.distributed.agreement import how_to_meet, known_as, same_config, same_model, same_scheduler
 from polyreme.distributed.mesh import Mesh, everyone
-from polyreme.distributed.watch import WATCH, collective
+from polyreme.distributed.watch import Watch, collective
+from polyreme.distributed.world import current
 from polyreme.errors import WARNS, BatchError, ModelError
 from polyreme.models import huggingface
 from polyreme.models.batch_norm import normalise
@@ -437,7 +438,7 @@ class Engine(ModuleFace):
             raise ModelError(_IN_FORWARD)
         if torch.is_grad_enabled() and self._training.blocks.awaits_backward:
             raise ModelError(_BEFORE_BACKWARD)
-        with WATCH.calling("full_parameters"):
+        with current().of(Watch).calling("full_parameters"):
             self._take_in_writes()
         names = None if among is None else {NAMES[parameter] for parameter in among if parameter in NAMES}
         if not write:

@@ -104,7 +104,7 @@ BUDGETS = {
     "step": 3981,
     "tensor": 1906,
     "zero": 2766,
-    "": 431,
+    "": 432,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""
