@@ -268,7 +268,8 @@ class Mirror(Axis):
 def mirrored(device: torch.device, **sections: Any) -> training.Run:
     """A run of rank 0 of two under `Mirror`."""
     config = Config.load(training.config(2, 2, precision={"compute": "fp64"}, **sections)).resolve(2)
-    mesh = Mesh(0, 2, device, {name: Axis(name) for name in AXES} | {"dp": Mirror(device)})
+    axes = {name: Axis(name) for name in AXES} | {"dp": Mirror(device)}
+    mesh = Mesh(0, 2, device, {"dp": 2}, axes=axes)
     model = models.build("llama")
     # a mirrored model is no longer one that was initialised well, but each of its numbers matters
     for p in model.parameters():
