@@ -89,7 +89,7 @@ BUDGETS = {
     "config": 1053,
     "data": 674,
     "deferred_init": 416,
-    "distributed": 3057,
+    "distributed": 3061,
     "files": 324,
     "integrations": 386,
     "job": 748,

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.distributed.watch import MessageError, Watch
+from polyreme.distributed.watch import NO_ENGINE, MessageError, Watch
 from polyreme.distributed.world import CLOSED, current
 from polyreme.errors import TransportError
 from polyreme.layout.intervals import round_down, round_up
@@ -51,7 +51,6 @@ PATIENCE = 200e-6
 """Seconds of waiting before the processor is left to others."""
 ENOUGH = 64
 """Inputs held for others, from which on all of them are looked at."""
-NO_ENGINE = "has no engine any more"
 LIMITS = {
     errno.EFBIG: ("f", resource.RLIMIT_FSIZE),
     errno.ENOMEM: ("v", resource.RLIMIT_AS),

@@ -38,6 +38,8 @@ ANSWER = 3.0
 deadline."""
 LOOP = {"train_step", "backward", "step"}
 """The engine's methods that a script calls again and again, and seldom on one rank alone."""
+NO_ENGINE = "has no engine any more"
+"""What is said of a rank whose memory has gone; it may be about to tell that it ends."""
 ASIDE = "polyreme-save"
 """How the names of threads begin that exchange beside training: while one waits, its rank goes on."""
 
@@ -202,8 +204,12 @@ class Watch:
 
         def ask() -> None:
             with suppress(RuntimeError):  # the rank that had the store ended
-                self._reports.clear()
-                self.failure = self._heard(meeting)
+                for _ in range(10 if NO_ENGINE in str(error) else 1):  # it may tell soon
+                    self._reports.clear()
+                    self.failure = self._heard(meeting)
+                    if self.failure:
+                        break
+                    time.sleep(0.1)
                 found.append(self.failure or f"{self._absent(meeting, number, peer)} ({error})")
 
         asking = threading.Thread(target=ask, daemon=True)
