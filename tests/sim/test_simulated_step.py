@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,16 @@ from torch import nn
 from polyreme.config import Config
 from polyreme.distributed.mesh import SimulatedMesh
 from polyreme.engine import Engine
+from polyreme.errors import WARNS
+
+
+@pytest.fixture(autouse=True)
+def warns() -> Iterator[None]:
+    """Other ranks than the first leave warnings to it."""
+    before = WARNS.get()
+    yield
+    WARNS.set(before)
+
 
 SIZES = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
 
