@@ -78,37 +78,38 @@ def pool(engine: Engine) -> Pool:
 
 def before_passes(engine: Engine, call: Callable[[], object]) -> None:
     """Have `call` called before each forward and each backward of `train_step`."""
-    enter = engine._passes.enter
+    passes = engine._training.passes
+    enter = passes.enter
 
     def entered(*at: Any) -> None:
         call()
         enter(*at)
 
-    engine._passes.enter = entered  # type: ignore[assignment, method-assign]
+    passes.enter = entered  # type: ignore[assignment, method-assign]
 
 
 def replace_row(engine: Engine, change: Callable[[Sequence[Action]], Any]) -> Any:
     """Have a step perform what `change` makes of this rank's row of actions, and return it."""
-    made = change(engine._pipeline.row)
-    object.__setattr__(engine._pipeline, "row", made)  # which is frozen
+    made = change(engine._training.pipeline.row)
+    object.__setattr__(engine._training.pipeline, "row", made)  # which is frozen
     return made
 
 
 def stages(engine: Engine) -> dict[int, tuple[int, bool]]:
     """Of each pipeline stage of this rank: its number of blocks, and whether it is the last of all."""
-    found: dict[int, Any] = dict(engine._passes._runner._stages)
+    found: dict[int, Any] = dict(engine._training.passes._runner._stages)
     return {index: (stage._stop - stage._first, stage.is_last) for index, stage in found.items()}
 
 
 def activations_away(engine: Engine) -> int:
     """How many activations are off the device now."""
-    offload = engine._activations.offload
+    offload = engine._training.activations.offload
     return 0 if offload is None else len(offload._known)
 
 
 def activations_written(engine: Engine) -> int:
     """Bytes of activations that have left the device."""
-    offload = engine._activations.offload
+    offload = engine._training.activations.offload
     return 0 if offload is None else offload.traffic.written
 
 
@@ -127,12 +128,12 @@ def saved(engine: Engine) -> Content:
 
 def barrier(engine: Engine) -> None:
     """Wait for all ranks, beside training."""
-    engine._checkpoints._aside().barrier()
+    engine._training.saver.axis().barrier()
 
 
 def loss_fn(engine: Engine) -> Any:
     """The loss function that the user gave."""
-    return engine._objective._loss_fn
+    return engine._training.objective._loss_fn
 
 
 def renewed(engine: Engine) -> dict[str, object]:
@@ -150,4 +151,4 @@ def renewed(engine: Engine) -> dict[str, object]:
 
 def parts(engine: Engine) -> list[object]:
     """What a traceback may hold of an engine that is closed."""
-    return [engine._training, engine._activations]
+    return [engine._training]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.distributed.agreement import how_to_meet, known_as, same_config, same_model, same_scheduler
@@ -29,24 +30,26 @@ from polyreme.models import huggingface
 from polyreme.models.batch_norm import normalise
 from polyreme.models.patches import Patches
 from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
-from polyreme.optim.groups import Make, Recipe, recipe, refuse_foreign, warn_of_unused
+from polyreme.optim.groups import Make, recipe, refuse_foreign, warn_of_unused
+from polyreme.pipeline.executor import whole
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.step import given_gradients, report
 from polyreme.step.activations import Activations
 from polyreme.step.arguments import named_as_ours, one_batch
 from polyreme.step.batches import BatchComparison, micro_batches
-from polyreme.step.build import Model, build, divide_again, objective, open_model, share_out
-from polyreme.step.checkpoints import Checkpoints
+from polyreme.step.build import Built, Model, build, divide_again, objective, open_model, share_out
+from polyreme.step.engine_context import EngineContext
 from polyreme.step.engine_state import Loaded
 from polyreme.step.fit import FirstBatch
 from polyreme.step.grad_mode import with_gradients
 from polyreme.step.gradients import Gradients
+from polyreme.step.loaders import Loaders
 from polyreme.step.loss import LossFn
 from polyreme.step.module_face import ModuleFace
 from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.out_of_memory import tells_of_memory
 from polyreme.step.parameter_numbers import ParameterNumbers
-from polyreme.step.passes import EvalResult, Passes
+from polyreme.step.passes import EvalResult
 from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
 from polyreme.step.progress import State
 from polyreme.step.randomness import Kind, Randomness
@@ -57,7 +60,6 @@ from polyreme.zero.bucket import KINDS
 from polyreme.zero.bucket import Kind as Numbers
 from polyreme.zero.full_parameters import readable, writable
 from polyreme.zero.parameter import NAMES, give_to, refuse_owned
-from polyreme.zero.partition import Placement
 from polyreme.zero.refresh import refuse_own_shapes
 
 
@@ -122,8 +124,6 @@ class Engine(ModuleFace):
         loss_fn: LossFn | None = None,
     ) -> None:
         vars(self).update(config=config, mesh=mesh, patches=Patches())
-        self._given = (optimizer, lr_scheduler)
-        self._final: State | None = None
         if mesh.device.type == "cpu":
             (keep_freed_memory if config.memory.all_on_device else give_freed_memory_back)()
         if isinstance(model, nn.Module):
@@ -143,23 +143,26 @@ class Engine(ModuleFace):
         self.on_gradients: Callable[[Gradients], object] | None = None
         """A callback before each update, of `train_step` too, on all ranks: to log norms, or to clip."""
         self._trains = any(p.requires_grad for p in self.module.parameters())
-        self._pipeline = PipelineRank.of(config, mesh)
-        built = build(
-            self.module, recording, made, blocks, self._pipeline, config, mesh, weights=weights is None
+        pipeline = PipelineRank.of(config, mesh)
+        built = build(self.module, recording, made, blocks, pipeline, config, mesh, weights=weights is None)
+        alike = self._normalised()
+        called = objective(self.module, loss_fn, made, config, mesh)
+        context = EngineContext(
+            config,
+            mesh,
+            optimizer,
+            lr_scheduler,
+            randomness,
+            Activations(config, mesh.device, self.patches),
+            Saver(mesh.aside),
+            Loaders(config, mesh),
         )
-        synced = self._normalised()
-        self._activations = Activations(config, mesh.device, self.patches)
-        self._activations.wrap(self.module, built.blocks)
-        self._objective = objective(self.module, loss_fn, made, config, mesh)
-        self._passes = Passes(
-            config, mesh, self._pipeline, built.stages, self._objective, self._activations, randomness, first
-        )
-        self._train(built.placement, made, synced)
+        self._now: Training | State = Training(self.module, made, built, called, alike, context, first)
+        give_to(self, self.module)
         if lr_scheduler is not None:
-            same_scheduler(mesh.aside(), self._training.options.state_dict())
-        self._checkpoints = Checkpoints(mesh)
+            same_scheduler(mesh.aside(), self._now.options.state_dict())
         if weights is not None:
-            self._checkpoints.load(self._training, weights, strict=False, weights_only=True)
+            self._now.load(weights, strict=False, weights_only=True)
         self._unfinished = False  # the last train_step, which ended in an error
         self._comparison = BatchComparison(mesh)
         go_on_from(outside, mesh.device)  # the script draws what it would have drawn
@@ -167,7 +170,7 @@ class Engine(ModuleFace):
     @property
     def state(self) -> State:
         """How far training has come: step, samples, tokens, lr, loss_scale."""
-        return self._final or self._made.step.state
+        return self._now if isinstance(self._now, State) else self._now.step.state
 
     # ---- one optimizer step
 
@@ -183,18 +186,18 @@ class Engine(ModuleFace):
         precision.on_nonfinite says what to do)."""
         self._refuse_frozen()
         self._look_at_mode()
-        self._checkpoints.tell_failed(self._training)
+        self._training.tell_failed()
         self._training.look(self.module, self.refresh)
         batches = micro_batches(batch, self.config, first=not self.state.step)
         self._refuse_within_step("train_step")
         self._comparison.compare(batch)
         self._comparison.warn()
-        batches = self._passes.fitted(batch, batches)
+        batches = self._training.passes.fitted(batch, batches)
         self._step.count_microbatches()
         if self._unfinished:
             self._step.begin()
         self._unfinished = True
-        result = self._passes.train(batches, self._update)
+        result = self._training.passes.train(batches, self._update)
         self._unfinished = False
         return result
 
@@ -206,7 +209,7 @@ class Engine(ModuleFace):
 
         The modules are in evaluation mode meanwhile."""
         self._training.look(self.module, self.refresh)
-        return self._passes.evaluate(self.module, batch)
+        return self._training.passes.evaluate(self.module, batch)
 
     @collective
     @with_gradients
@@ -215,7 +218,7 @@ class Engine(ModuleFace):
         the last pipeline stage is; an empty list on other ranks. No gradients, and the modules are in
         evaluation mode meanwhile. All ranks must call."""
         self._training.look(self.module, self.refresh)
-        return self._passes.outputs(self.module, batch, function)
+        return self._training.passes.outputs(self.module, batch, function)
 
     # ---- the loop people already have
 
@@ -225,19 +228,20 @@ class Engine(ModuleFace):
         if self.mesh.pp.size > 1:
             raise BatchError(_CUT)
         self._training.look(self.module, self.refresh)
-        self._passes.enter(0, 0)
+        training = self._training
+        training.passes.enter(0, 0)
         # the batch is on the host still
         batch = kwargs or (args[0] if len(args) == 1 and not isinstance(args[0], list) else args)
         self._comparison.compare(batch)
         args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]
         kind: Kind = "forward" if torch.is_grad_enabled() else "look"
-        drawing = self._passes.randomness.inside(self.state.step, kind)
-        with self._passes.autocast(), self._training.loop.inside(batch) as forward, drawing:
-            output = self._objective.call(args, kwargs)
+        drawing = training.context.randomness.inside(self.state.step, kind)
+        with training.passes.autocast(), training.loop.inside(batch) as forward, drawing:
+            output = training.objective.call(args, kwargs)
         # the loss is the caller's, who may compute it outside
         if self.config.precision.compute in AUTOCAST:
-            output = self._objective.cast(output)
-        self._training.loop.forward(forward, output)
+            output = training.objective.cast(output)
+        training.loop.forward(forward, output)
         return output
 
     @collective
@@ -288,9 +292,7 @@ class Engine(ModuleFace):
     def numbers(self, parameter: nn.Parameter) -> ParameterNumbers:
         """The master, the gradient and the optimizer states of one parameter, to be read and written: whole,
         or what this rank has of them. Raises ModelError for a parameter that is not this engine's."""
-        return ParameterNumbers(
-            parameter, lambda: self._training, self._checkpoints, partial(self._complete, "numbers")
-        )
+        return ParameterNumbers(parameter, lambda: self._training, partial(self._complete, "numbers"))
 
     def _complete(self, call: str, last: bool = False) -> None:
         """End the backward calls of a step. Raises BatchError where that is too early for `call`."""
@@ -305,7 +307,7 @@ class Engine(ModuleFace):
                 + (f": call {call}(last=True) where the data ends before" if done else "")
             )
         self._step.skip_the_rest()
-        self._checkpoints.tell_failed(self._training)
+        self._training.tell_failed()
         self._comparison.warn()
         self._training.look(self.module, self.refresh)
         self._step.reduce()
@@ -316,7 +318,7 @@ class Engine(ModuleFace):
     def optimizer(self) -> OptimizerView:
         """The optimizer as a loop or a scheduler of the user's sees it: `param_groups`, whose options count
         at the next step, `state`, `step` and `zero_grad`."""
-        return self._training.optimizer(self)
+        return self._training.context.shown.view(self)
 
     @with_gradients
     def plateau(self, metric: float) -> float:
@@ -333,14 +335,14 @@ class Engine(ModuleFace):
 
         For signal handlers: it communicates nothing itself. What to do is the caller's: to save, and to leave
         the loop."""
-        if self._final is None:
-            self._made.step.flags.stop = True
+        if isinstance(self._now, Training):
+            self._now.step.flags.stop = True
 
     def loader(self, dataset: Any, **options: Any) -> Loader:
         """Batches of `dataset` for this rank: shuffled by the config's seed, the same global batches at any
         number of ranks. Options are those of `polyreme.data.Loader`. Of those without an end (`epochs`),
         checkpoints keep the place."""
-        return self._training.contents.loader(dataset, options)
+        return self._training.context.loaders.make(dataset, options)
 
     @collective
     def save(
@@ -363,9 +365,7 @@ class Engine(ModuleFace):
         than adapters trains."""
         self._training.look(self.module, self.refresh)
         self._take_in_writes()
-        self._checkpoints.save(
-            self._training, Path(path), tokenizer, extra or {}, wait=wait, adapters_only=adapters_only
-        )
+        self._training.save(Path(path), tokenizer, extra or {}, wait, adapters_only)
         return Path(path)
 
     @collective
@@ -381,14 +381,14 @@ class Engine(ModuleFace):
         self._training.look(self.module, self.refresh)
         self.wait()
         self._take_in_writes()
-        found = self._checkpoints.load(self._training, Path(path), strict, weights_only)
+        found = self._training.load(Path(path), strict, weights_only)
         self._unfinished = False
         return found
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written in the background is there. Raises CheckpointError
         where it failed."""
-        self._checkpoints.wait()
+        self._training.saver.wait()
 
     @with_gradients
     def refresh(self) -> None:
@@ -409,15 +409,14 @@ class Engine(ModuleFace):
         refuse_own_shapes([*old.updates])
         division = divide_again(self.module, old.roster, old.placement, self.config, self.mesh)
         made = old.recipe_of(self.module)
-        self._passes.first = None  # it is of the model as it was
-        self._objective.follow(self.module)
-        synced = self._normalised()
+        called, alike = old.objective.of(self.module), self._normalised()
         old.release()
         blocks = huggingface.find_blocks(self.module)
-        self._activations.wrap(self.module, blocks)
         placement = share_out(self.module, blocks, made, division, self.config, self.mesh, unchanged)
-        self._train(placement, made, synced)
-        self._training.carry_from(old, unchanged)
+        built = Built(placement, {0: whole}, blocks)
+        self._now = Training(self.module, made, built, called, alike, old.context)
+        give_to(self, self.module)
+        self._now.carry_from(old, unchanged)
         self._trains = any(p.requires_grad for p in self.module.parameters())
         if self.mesh.tp.size == 1:
             self._parameter_count = sum(p.numel() for p in self.module.parameters())
@@ -448,13 +447,13 @@ class Engine(ModuleFace):
         self._refuse_within_step("full_parameters(write=True)")
         with writable(self._training.placement, names, self.mesh.places(rank)):
             yield self.module
-            self._checkpoints.taken()
+            self._training.saver.taken()
         self._step.written.note()
 
     def _take_in_writes(self) -> None:
         """Have what the user wrote to parameters between steps count. All ranks must call."""
         if not self._step.microbatches:
-            self._step.written.settle(self._checkpoints.taken)
+            self._step.written.settle(self._training.saver.taken)
 
     @with_gradients
     def sleep(self, *kinds: Numbers, pin: bool = True) -> None:
@@ -483,19 +482,19 @@ class Engine(ModuleFace):
         activations, which is what the first micro-batch kept for its backward (0 before it, and for compiled
         blocks): on the device, and what `memory` has elsewhere in "parameters_host", "activations_files" and
         so on."""
-        return report.memory(self._training, self._activations)
+        return report.memory(self._training)
 
     def working_set(self) -> dict[str, int]:
         """The most bytes of memory that a step takes on this rank, by category, once one was trained: what
         `memory` counts, and what comes and goes within a step. Without what the model's operators take for a
         moment, the buffers, and freed memory that the C library keeps."""
-        return report.working_set(self._training, self._activations, self.config.zero.prefetch)
+        return report.working_set(self._training, self.config.zero.prefetch)
 
     def tiers(self) -> dict[str, dict[str, float]]:
         """What is not in the device's memory, for `states`, `params` and activations: `bytes` held there,
         `memory` (bytes of host memory taken for it), and since the start bytes `read` from it and
         `written` to it, and seconds `waited`."""
-        return report.tiers(self._training, self._activations)
+        return report.tiers(self._training)
 
     def close(self, gather: bool = False) -> None:
         """Wait for a checkpoint that is being written, and undo all that the engine did to the process and to
@@ -509,20 +508,18 @@ class Engine(ModuleFace):
 
         gather: have what ZeRO divides whole first, at stage 3 and from other memory too. All ranks must call
         then."""
-        if self._final is not None:
+        if isinstance(self._now, State):
             return
         if gather:
             self._take_in_writes()
-        training, self._final = self._made, self.state
+        training, self._now = self._now, self.state
         try:
-            self._checkpoints.close()
+            training.saver.wait()
         finally:
             training.close(divided=self.mesh.tp.size * self.mesh.pp.size > 1, gather=gather)
-            self._activations.close()
             self.patches.undo()
             if self.mesh.tp.size > 1:
                 self.module.register_forward_pre_hook(_refuse_closed, prepend=True)
-            del self._made, self._passes, self._objective, self._activations
 
     def __enter__(self) -> Engine:
         return self
@@ -539,9 +536,9 @@ class Engine(ModuleFace):
     @property
     def _training(self) -> Training:  # type: ignore[override]
         """What trains the model now."""
-        if self._final is not None:
+        if isinstance(self._now, State):
             raise ModelError(_CLOSED)
-        return self._made
+        return self._now
 
     @property
     def _step(self) -> Step:
@@ -552,24 +549,11 @@ class Engine(ModuleFace):
         dtype = master_dtype(DTYPES[self.config.precision.compute])
         return normalise(self.module, self.mesh.loss, self.config.batch_norm == "sync", dtype, self.patches)
 
-    def _train(self, placement: Placement, made: Recipe, synced: set[Tensor]) -> None:
-        """Train what was placed, by the optimizers of `made`; `synced`: see `_normalised`."""
-        config, mesh = self.config, self.mesh
-        optimizer = (made, *self._given)
-        self._made = Training(
-            self.module, config, mesh, placement, self._pipeline, self._objective, synced, optimizer
-        )
-        if self._activations.offload is not None:
-            self._activations.offload.leave([*self.module.parameters(), *self.module.buffers()])
-        give_to(self, self.module)
-        self._made.contents.randomness = self._passes.randomness
-        self._passes.step, self._passes.blocks = self._training.step, self._training.blocks
-
     def _update(self) -> StepResult:
         """The end of a step, once what is being saved was copied."""
         if self.on_gradients is not None:
             self.on_gradients(Gradients(self._training.placement, self.mesh, self._step))
-        self._checkpoints.taken()
+        self._training.saver.taken()
         return self._step.update()
 
 

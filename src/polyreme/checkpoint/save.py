@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -71,12 +71,12 @@ class Saver:
     _writing: ClassVar[list[threading.Thread]] = []
     """The save under way in this process, of any engine: all share the connections between the ranks."""
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+    def __init__(self, aside: Callable[[], Axis]) -> None:
+        """aside: opens an axis over all ranks for what goes on beside training. All must call."""
+        self.axis = cache(aside)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._access = BackgroundAccess()
-        atexit.register(self._tell)
 
     def save(self, path: Path, make: Callable[[], Content], background: bool = False) -> None:
         """Write the checkpoint `path` of what `make` returns. All ranks must call. In the background, an
@@ -85,19 +85,20 @@ class Saver:
         self.wait()
         self.idle()
         made: list[Content] = []
-        _collectively(path, self._axis, partial(self._begin, path, make, made), ())
+        _collectively(path, self.axis(), partial(self._begin, path, make, made), ())
         if not background or not self._fits(made[0]):
-            write(path, made[0], self._axis, BackgroundAccess())
+            write(path, made[0], self.axis(), BackgroundAccess())
             return
-        _collectively(path, self._axis, lambda: made.append(apart(made.pop())), ())
+        _collectively(path, self.axis(), lambda: made.append(apart(made.pop())), ())
         self._access = BackgroundAccess()
         arguments = (path, made[0], self._access, side_stream())
+        atexit.register(self._tell)
         self._thread = threading.Thread(target=self._run, args=arguments, name=f"{ASIDE}-{path.name}")
         self._thread.start()
         self._writing.append(self._thread)
 
     def _begin(self, path: Path, make: Callable[[], Content], made: list[Content]) -> None:
-        if self._axis.rank == 0:
+        if self.axis().rank == 0:
             ownership.check(path)
             if user := holder(path.parent, RUN_CLAIM):
                 raise CheckpointError(
@@ -108,7 +109,7 @@ class Saver:
     def _fits(self, content: Content) -> bool:
         """Whether it can be written in the background: nothing is elsewhere than in memory, and every rank
         has room for what is copied at once. All must call."""
-        reports: list[Any] = self._axis.gather_objects(
+        reports: list[Any] = self.axis().gather_objects(
             {
                 "there": not any(isinstance(region.data, Stored) for region in content.regions),
                 "copied": sum(tensor.nbytes for tensor in _copied(content)),
@@ -116,22 +117,18 @@ class Saver:
             }
         )
         room = share(reports)
-        fits = all(each["there"] for each in reports) and reports[self._axis.rank]["copied"] <= room
-        return all(self._axis.gather_objects(fits))
+        fits = all(each["there"] for each in reports) and reports[self.axis().rank]["copied"] <= room
+        return all(self.axis().gather_objects(fits))
 
     def wait(self) -> None:
         """Return when what is being written is there. Raises what went wrong with it."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            atexit.unregister(self._tell)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-
-    def close(self) -> None:
-        """Wait as `wait` does; no more saves."""
-        atexit.unregister(self._tell)
-        self.wait()
 
     def taken(self) -> None:
         """Return when the background has written what it was given, or copied it: weights and states may
@@ -163,10 +160,10 @@ class Saver:
             if not content.shared_files:  # then ranks wait for each other, and nobody knows how long
                 copies: list[Content] = []
                 with torch.cuda.stream(stream):
-                    _collectively(path, self._axis, lambda: copies.append(with_regions(content)), ())
+                    _collectively(path, self.axis(), lambda: copies.append(with_regions(content)), ())
                 content = copies[0]
                 access.give_back()
-            write(path, content, self._axis, access, stream)
+            write(path, content, self.axis(), access, stream)
         except Exception as error:
             self._error = error
         finally:

@@ -54,6 +54,8 @@ class Activations:
                 self._patches,
             )
         self._blocks = dict(blocks)
+        if self.offload is not None:
+            self.offload.leave([*module.parameters(), *module.buffers()])
 
     def close(self) -> None:
         """End the threads that move activations."""

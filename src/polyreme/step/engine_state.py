@@ -9,11 +9,10 @@ Communication: that of `checkpoint.save` and `checkpoint.load`.
 from __future__ import annotations
 
 import base64
-import inspect
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -35,12 +34,12 @@ from polyreme.checkpoint.save import Content, small_files
 from polyreme.checkpoint.sources import MASTER, MODEL, Source
 from polyreme.config import Config
 from polyreme.config.schema import SCALED
-from polyreme.data import Loader
 from polyreme.distributed.mesh import Axis, Mesh
-from polyreme.errors import BatchError, CheckpointError, DataError, ModelError, named, warn
+from polyreme.errors import CheckpointError, ModelError, named, warn
 from polyreme.layout.region import Region
 from polyreme.models import huggingface, peft
 from polyreme.models.tensor_access import entries
+from polyreme.step.loaders import Loaders
 from polyreme.step.randomness import Randomness
 from polyreme.step.step import Step
 from polyreme.tensor.rng import generators, go_on_from
@@ -52,10 +51,9 @@ from polyreme.zero.sharded_optimizer import Update
 from polyreme.zero.sharded_state import frozen, masters, saved, states
 
 
-@dataclass
+@dataclass(frozen=True)
 class EngineContents:
-    """What an engine is to a checkpoint. loaders: those whose position in the data is saved; positions: those
-    of loaders that are still to be made."""
+    """What an engine is to a checkpoint."""
 
     module: nn.Module
     config: Config
@@ -63,9 +61,8 @@ class EngineContents:
     placement: Placement
     updates: Sequence[Update]
     step: Step
-    randomness: Randomness = field(init=False)
-    loaders: list[Loader] = field(default_factory=list)
-    positions: list[Mapping[str, Any]] = field(default_factory=list)
+    randomness: Randomness
+    loaders: Loaders
 
     @cached_property
     def file_names(self) -> Mapping[str, str]:
@@ -73,30 +70,6 @@ class EngineContents:
         shapes = {name: part.cut.shape for name, part in self.placement.division.shardings.items()}
         shapes |= {name: tuple(buffer.shape) for names, buffer in self.buffers() for name in names}
         return huggingface.file_names(self.module, shapes)
-
-    def loader(self, dataset: Any, options: Mapping[str, Any]) -> Loader:
-        """See `Engine.loader`."""
-        data = self.mesh.data
-        defaults = {
-            "batch_size": self.config.batch.size,
-            "seed": self.config.seed,
-            "shuffle": self.config.data.shuffle,
-            "pin": self.mesh.device.type == "cuda",
-        }
-        known = inspect.signature(Loader).parameters.keys() - {"dataset", "rank", "world"}
-        if unknown := sorted(options.keys() - known):
-            raise BatchError(
-                f"engine.loader has no option {unknown[0]}, but {', '.join(sorted(known))} (workers are "
-                "threads). For torch's own, as processes, iterate over torch.utils.data.DataLoader(dataset, "
-                f"{self.config.batch.size // data.size}, sampler=DistributedSampler(dataset, "
-                "engine.mesh.dp.size, engine.mesh.dp.rank), drop_last=True, num_workers=...)"
-            )
-        made = Loader(dataset, rank=data.rank, world=data.size, **{**defaults, **options})
-        if made.epochs is None:
-            if self.positions:
-                made.load_state_dict(self.positions.pop(0))
-            self.loaders.append(made)
-        return made
 
     def saved_name(self, names: Sequence[str]) -> str:
         """The name in files, among all names of a tensor."""
@@ -216,7 +189,7 @@ def content(
         state=contents.step.state_dict(),
         mesh=contents.layout(),
         zero_stage=int(config.zero.stage),
-        data={"loaders": [loader.state_dict() for loader in contents.loaders] or list(contents.positions)},
+        data={"loaders": contents.loaders.state_dict()},
         config=config.model_dump(mode="json"),
         versions={"polyreme": VERSION, "torch": torch.__version__},
         extra=extra,
@@ -491,13 +464,7 @@ def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
             f"batch.size is {config.batch.size}, and was {before}: "
             "steps count on, the data goes on at the sample where it was"
         )
-    positions = list(resume.data.get("loaders", []))
-    for loader, position in zip(contents.loaders, positions, strict=False):
-        try:
-            loader.load_state_dict(position)
-        except DataError as error:
-            notes.append(f"the data begins anew: {error}")
-    contents.positions[:] = positions[len(contents.loaders) :]
+    notes += contents.loaders.load_state_dict(resume.data.get("loaders", []))
     return notes
 
 

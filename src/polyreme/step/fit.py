@@ -8,7 +8,6 @@ Communication: `agreed` exchanges what ranks have, and rank 0's answer.
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import socket
 from collections import Counter
@@ -210,8 +209,7 @@ class FirstBatch:
             return "gradients scaled by frequency depend on how a batch is cut"
         if any(isinstance(each, _BatchNorm) for each in model.modules()):
             return "what BatchNorm normalises by depends on how a batch is cut"
-        ours = copy.copy(objective)
-        ours.follow(model)
+        ours = objective.of(model)
         ours.cut(is_split=False, share=None)
 
         def call(fake: Callable[[Tensor], Tensor]) -> Any:

@@ -8,6 +8,7 @@ otherwise the number of samples."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,7 @@ class Objective:
                 "mean is to be over)"
             )
         self._loss_fn, self.cast = loss_fn, cast
-        self.follow(model)
+        self._call(model)
 
     @property
     def is_own(self) -> bool:
@@ -78,8 +79,13 @@ class Objective:
         # that losses are means over what they are taken for
         self._checked = not is_split or share is not None
 
-    def follow(self, model: nn.Module) -> None:
-        """Call this model from now on."""
+    def of(self, model: nn.Module) -> Objective:
+        """One that calls another model, cut in the same way."""
+        made = copy.copy(self)
+        made._call(model)
+        return made
+
+    def _call(self, model: nn.Module) -> None:
         self.model = model
         self._signature = ForwardSignature.of(model)
         self.fixed = training_arguments(model)

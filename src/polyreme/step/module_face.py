@@ -20,7 +20,6 @@ from polyreme.distributed.watch import collective
 from polyreme.errors import BatchError, ModelError, warn
 from polyreme.layout.mesh_axes import AXES
 from polyreme.step import whole_tensors
-from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.grad_mode import with_gradients
 from polyreme.step.training import Training
 
@@ -81,7 +80,6 @@ class ModuleFace:
     module: nn.Module
     mesh: Mesh
     _training: Training
-    _checkpoints: Checkpoints
     config: Config
     state: Any
     _parameter_count: int
@@ -182,7 +180,7 @@ class ModuleFace:
         self._training.roster.check(self.module)
         self._training.sleep.refuse()
         self._take_in_writes()
-        self._checkpoints.taken()
+        self._training.saver.taken()
         found = whole_tensors.load_state_dict(self._training.contents, state_dict, strict)
         self._training.note()
         return found

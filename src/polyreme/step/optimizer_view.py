@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -26,12 +25,25 @@ class Steps(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-@dataclass
 class Source:
-    """What views look at: `refresh` puts others in its place, and schedulers on a view go on."""
+    """What views look at: the optimizer of the training that there is now, or was last. A refresh puts
+    another in its place, and schedulers on a view go on."""
 
     options: Options
     updates: Updates
+
+    def __init__(self) -> None:
+        self._view: OptimizerView | None = None
+
+    def follow(self, options: Options, updates: Updates) -> None:
+        """Show these from now on."""
+        self.options, self.updates = options, updates
+
+    def view(self, engine: Steps) -> OptimizerView:
+        """The optimizer as a user of `engine` sees it."""
+        if self._view is None:
+            self._view = OptimizerView(engine, self)
+        return self._view
 
 
 class OptimizerView(Optimizer):

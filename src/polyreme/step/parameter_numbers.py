@@ -21,7 +21,6 @@ from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut, Slot
 from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER
-from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.equal_part import EqualPart
 from polyreme.step.training import Training
 from polyreme.zero.bucket import Bucket
@@ -86,15 +85,10 @@ class ParameterNumbers:
     forward or a backward, and where what is set is not there yet or has another shape."""
 
     def __init__(
-        self,
-        parameter: nn.Parameter,
-        training: Callable[[], Training],
-        checkpoints: Checkpoints,
-        complete: Callable[[], None],
+        self, parameter: nn.Parameter, training: Callable[[], Training], complete: Callable[[], None]
     ) -> None:
         """`training` gives what trains the model now; `complete` ends the backward calls of a step."""
-        self._parameter, self._training = parameter, training
-        self._checkpoints, self._complete = checkpoints, complete
+        self._parameter, self._training, self._complete = parameter, training, complete
         self._locate(moving=True)
 
     @collective
@@ -250,7 +244,7 @@ class ParameterNumbers:
     def _settle(self, at: ParameterLocation, kind: str) -> None:
         """Let what a script wrote to the parameters of a bucket reach their masters."""
         if kind == MASTER and not at.bucket.sharded:
-            at.training.step.written.settle(self._checkpoints.taken, at.bucket)
+            at.training.step.written.settle(at.training.saver.taken, at.bucket)
 
     def _agree(self, at: ParameterLocation, kind: str) -> tuple[Tensor | None, Form | None]:
         """This rank's part, and what the whole tensor is; None: there is none."""
@@ -353,7 +347,7 @@ class ParameterNumbers:
         if kind == GRADIENT:
             step.put_gradient(bucket, at.index, value)
             return
-        self._checkpoints.taken()
+        at.training.saver.taken()
         if kind == MASTER:
             if not bucket.released:
                 bucket.ensure()

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from polyreme.config import Config
-from polyreme.distributed.mesh import Mesh
 from polyreme.errors import NumericsError, named, warn
 from polyreme.models import huggingface
 from polyreme.pipeline import weight_gradients
@@ -25,13 +23,12 @@ from polyreme.pipeline.executor import Calls, Runner, RunStage
 from polyreme.pipeline.placeholders import absent, shown
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Action, next_backwards
-from polyreme.step.activations import Activations
 from polyreme.step.batches import MicroBatch, filled, is_list, micro_batches, micro_batches_of
+from polyreme.step.engine_context import EngineContext
 from polyreme.step.fit import UNKNOWN, FirstBatch, agreed
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import Unrecorded, of_no_engine, refuse_penalty
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
-from polyreme.step.randomness import Randomness
 from polyreme.step.step import Step, StepResult, recut
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.gather import Blocks
@@ -46,35 +43,31 @@ class EvalResult:
 
 
 class Passes:
-    """Performs forwards and backwards of `module`. `step` and `blocks`, which may be replaced, take what they
-    give, and have the parameters for them."""
-
-    step: Step
-    blocks: Blocks
+    """Performs forwards and backwards of `module`. `step` and `blocks` take what they give, and have the
+    parameters for them."""
 
     def __init__(
         self,
-        config: Config,
-        mesh: Mesh,
+        context: EngineContext,
         pipeline: PipelineRank,
         stages: Mapping[int, RunStage],
         objective: Objective,
-        activations: Activations,
-        randomness: Randomness,
+        step: Step,
+        blocks: Blocks,
         first: FirstBatch | None,
     ) -> None:
         """stages: how to run each stage of this rank. first: what is still to tell how batches are cut, if
         something is."""
-        self.first = first
-        self._config, self._mesh, self.randomness = config, mesh, randomness
-        self._objective, self._activations = objective, activations
+        mesh = context.mesh
+        self._config, self._mesh, self._randomness = context.config, mesh, context.randomness
+        self._objective, self._activations = objective, context.activations
+        self._step, self._blocks, self._first = step, blocks, first
         self._follow(pipeline)
         self._looked = mesh.pp.size == 1  # at the loss of a pipeline
         self._told = objective.is_own  # of parameters that a loss_fn has
         model, repeated = objective.model, (nn.ModuleList, nn.Sequential)
         lists = (name for name, m in model.named_modules() if isinstance(m, repeated))
         self._lists = tuple(f"{name}.".lstrip(".") for name in lists)
-        # a pipeline has the parameters that it began with; without one, `refresh` may replace them
         self._parameters = [] if self._looked else [*model.named_parameters()]
         self._of_blocks = {id(p): name for name, p in self._parameters if name.startswith(self._lists)}
         self._absent = [] if objective.is_own else absent(model)
@@ -86,12 +79,12 @@ class Passes:
     def fitted(self, batch: Any, found: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches of a step: those `found`; or, where it has to be told still how many fit, as many
         from now on as a run had that goes on, or as the first of them tells. All ranks must call."""
-        if self.first is None:
+        if self._first is None:
             return found
-        first = partial(self.first.fit, batch=found[0], objective=self._objective)
-        self.first, config, before = None, self._config, self._config.accumulation
-        if self.step.fits is not None:
-            fitted, said = config.fitted(self.step.fits), ""
+        first = partial(self._first.fit, batch=found[0], objective=self._objective)
+        self._first, config, before = None, self._config, self._config.accumulation
+        if self._step.fits is not None:
+            fitted, said = config.fitted(self._step.fits), ""
         else:
             fitted, said = agreed(config, self._mesh, (lambda _: UNKNOWN) if is_list(batch) else first)
         if said:
@@ -101,7 +94,7 @@ class Passes:
             return found
         self._follow(PipelineRank.of(config, self._mesh))
         self._objective.cut(is_split=True, share=1 / count if config.batch.mean == "ranks" else None)
-        recut(self.step)
+        recut(self._step)
         return micro_batches(batch, config, first=False)
 
     def train(self, micro_batches: Sequence[MicroBatch], update: Callable[[], StepResult]) -> StepResult:
@@ -126,11 +119,11 @@ class Passes:
 
         def end() -> None:
             leave()  # what the user is called with in an update is the same on all ranks
-            self.step.reduce()
+            self._step.reduce()
             results.append(update())
 
         try:
-            with self.randomness.inside(self.step.state.step, "step") as leave:
+            with self._randomness.inside(self._step.state.step, "step") as leave:
                 self._run(micro_batches, weights, end)
         except NumericsError as error:
             go_on_from(before, device)
@@ -165,8 +158,8 @@ class Passes:
     def enter(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
         """Prepare a forward or backward for training; `coming`: the stage and micro-batch of the backward
         after it."""
-        self.blocks.at(stage, microbatch)
-        self.step.buffers.watch()
+        self._blocks.at(stage, microbatch)
+        self._step.buffers.watch()
         weight_gradients.expect(Action("B", stage, microbatch) in self._pipeline.halved)
         if self._activations.offload is not None:
             self._activations.offload.at(stage, microbatch, coming)
@@ -174,9 +167,9 @@ class Passes:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward and its loss."""
         context = autocast(self._config.precision.compute, self._mesh.device)
-        if self.step.states is None or self._config.compile:  # what watches would be compiled
+        if self._step.states is None or self._config.compile:  # what watches would be compiled
             return context
-        return _both(context, self.step.states.watching())
+        return _both(context, self._step.states.watching())
 
     def _look(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
         """The forwards of an evaluation; on the last stage, `take(micro-batch, output)` of each."""
@@ -185,7 +178,7 @@ class Passes:
         modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
-            inside = self.randomness.inside(self.step.state.step, "look")
+            inside = self._randomness.inside(self._step.state.step, "look")
             with torch.no_grad(), self.autocast(), inside:
                 for micro_batch in filled(micro_batches, max(counts)):
                     self._forward(micro_batch, take)
@@ -196,7 +189,7 @@ class Passes:
     def _forward(self, micro_batch: MicroBatch, take: Callable[[MicroBatch, Any], None]) -> None:
         moved = cast_floating(micro_batch.batch, None, self._mesh.device)
         calls = Calls(
-            self.blocks.at,
+            self._blocks.at,
             lambda i: self._objective.output(moved),
             lambda i, output: take(replace(micro_batch, batch=moved), output),
         )
@@ -223,7 +216,7 @@ class Passes:
             enter=lambda stage, i: self.enter(stage, i, next(coming)),
             forward=lambda i: self._output(micro_batches[i].batch),
             loss=loss,
-            root=lambda i: self.step.root(*losses.pop(i), micro_batches[i].tokens, micro_batches[i].samples),
+            root=lambda i: self._step.root(*losses.pop(i), micro_batches[i].tokens, micro_batches[i].samples),
             differentiate=self._differentiate,
             update=update,
         )
@@ -231,7 +224,7 @@ class Passes:
 
     def _loss(self, output: Any, batch: Any, weight: float | None) -> tuple[Tensor, float]:
         """The loss of a micro-batch, in which divided parameters are not read."""
-        states = self.step.states
+        states = self._step.states
         with nullcontext() if states is None or self._objective.is_own else states.parts:
             return self._objective.loss(output, batch, weight)
 
@@ -269,15 +262,15 @@ class Passes:
     ) -> Callable[[], None] | None:
         """The backward that was entered, or its first half."""
         if weight_gradients.expected():
-            return self.step.differentiate_inputs(stage, roots, gradients)
-        self.step.differentiate(stage, roots, gradients)
+            return self._step.differentiate_inputs(stage, roots, gradients)
+        self._step.differentiate(stage, roots, gradients)
         return None
 
     def _diagnose(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float | None]) -> str:
         """Run the step's forwards and backwards again, watched, and tell which module first made a NaN or
         Inf, and on which rank."""
-        self.step.begin()
-        inside = self.randomness.inside(self.step.state.step, "step")
+        self._step.begin()
+        inside = self._randomness.inside(self._step.state.step, "step")
         with watch_nonfinite(self._objective.model) as found, inside:
             self._run(micro_batches, weights)
         told = self._mesh.gather_objects((self._mesh.rank, *found[:1]))

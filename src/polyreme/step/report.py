@@ -5,36 +5,35 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from polyreme.planner import memory_model
-from polyreme.step.activations import Activations
 from polyreme.step.training import Training
 from polyreme.zero.bucket_memory import live
 
 
-def memory(training: Training, activations: Activations) -> dict[str, int]:
+def memory(training: Training) -> dict[str, int]:
     """See `Engine.memory`."""
     found = {"parameters": 0, "gradients": training.placement.pool.waiting, "states": 0}
     for bucket in training.placement.buckets:
         for category, size in live(bucket).items():
             found[category] += size
     found["states"] += training.updates.nbytes
-    found["activations"] = activations.saved.bytes
-    if activations.offload is not None:
-        found[f"activations_{activations.offload.tier}"] = activations.saved.moved
+    found["activations"] = training.activations.saved.bytes
+    if training.activations.offload is not None:
+        found[f"activations_{training.activations.offload.tier}"] = training.activations.saved.moved
     found["buffers"] = sum(buffer.nbytes for buffer in training.contents.module.buffers())
     return found | training.placement.offload.elsewhere()
 
 
-def working_set(training: Training, activations: Activations, prefetch: int) -> dict[str, int]:
+def working_set(training: Training, prefetch: int) -> dict[str, int]:
     """See `Engine.working_set`."""
     placed = memory_model.working_set(training.placement, prefetch)
     states = placed["states"] + training.updates.nbytes
-    return placed | {"states": states, "activations": activations.saved.bytes}
+    return placed | {"states": states, "activations": training.activations.saved.bytes}
 
 
-def tiers(training: Training, activations: Activations) -> dict[str, dict[str, float]]:
+def tiers(training: Training) -> dict[str, dict[str, float]]:
     """See `Engine.tiers`."""
     found = training.placement.offload.report()
-    if (offload := activations.offload) is not None:
+    if (offload := training.activations.offload) is not None:
         size = offload.disk if offload.tier == "files" else offload.memory
         found["activations"] = {"bytes": size, "memory": offload.memory, **asdict(offload.traffic)}
     return found

@@ -5,7 +5,8 @@ Communication: none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,9 +23,12 @@ from polyreme.optim.options import Options
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.step import given_gradients, grad_scaler, other_optimizers
 from polyreme.step.accumulation import each_time
-from polyreme.step.engine_state import EngineContents
+from polyreme.step.build import Built
+from polyreme.step.engine_context import EngineContext
+from polyreme.step.engine_state import EngineContents, Loaded, adapters, adapters_alone, content, restore
+from polyreme.step.fit import FirstBatch
 from polyreme.step.loss import Objective
-from polyreme.step.optimizer_view import OptimizerView, Source
+from polyreme.step.passes import Passes
 from polyreme.step.precision import loss_scale
 from polyreme.step.progress import TrainingProgress
 from polyreme.step.replicas import Replicas
@@ -44,7 +48,7 @@ from polyreme.zero.updates import Updates
 
 
 class Training:
-    """Gathers, reduces and updates the buckets of `placement`.
+    """Calls a model as it is now, and gathers, reduces and updates the buckets of `placement`.
 
     `roster` knows what the model had when this was made, `loop` what the user's own loop called, and
     `contents` all that a checkpoint has."""
@@ -52,78 +56,52 @@ class Training:
     def __init__(
         self,
         module: nn.Module,
-        config: Config,
-        mesh: Mesh,
-        placement: Placement,
-        pipeline: PipelineRank,
+        made: Recipe,
+        built: Built,
         objective: Objective,
         alike: Collection[Tensor],
-        optimizer: tuple[Recipe, Any, Any],
+        context: EngineContext,
+        first: FirstBatch | None = None,
     ) -> None:
-        """`alike`: buffers that ranks compute alike. `optimizer`: its recipe, what the user gave for it, and
-        the torch scheduler that it follows, or None."""
-        made, given, scheduler = optimizer
-        cuts, self.placement = placement.division.shardings, placement
-        sharded = {slot.name for each in placement.buckets if each.sharded for slot in each.layout.slots}
-        divided = {name for name in cuts if not cuts[name].cut.is_whole}
-        self.buffers = Buffers(module, mesh, config, alike, sharded, divided)
-        self._config, self._mesh, self._given = config, mesh, given
-        every_time = each_time(config, mesh.loss.size, placement.microbatches)
-        self._reducer = Reducer(
-            placement.trainable,
-            config.accumulation,
-            every_time,
-            pipeline.mine,
-            gathers=any(bucket.sharded for bucket in placement.buckets),
-        )
+        """`made`: the optimizers. `built`: where the model lies. `alike`: buffers that ranks compute alike.
+        `first`: what is still to tell how batches are cut."""
+        config, mesh, given = context.config, context.mesh, context.optimizer
+        placement = built.placement
+        self.context, self.placement, self.objective = context, placement, objective
+        self.pipeline = PipelineRank.of(config, mesh)
+        self.activations, self.saver = context.activations, context.saver
+        self.activations.wrap(module, built.blocks)
+        self.buffers = Buffers(module, mesh, config, alike, *_names(placement))
+        states = _gradient_states(placement, config, mesh)
+        self._reducer = _reducer(placement, config, mesh, self.pipeline, states)
         zero, complete = config.zero, self._reducer.complete
         self.blocks = Blocks(module, placement.root, placement.units, zero.prefetch, zero.release, complete)
-        states = config.optimizer.states
-        self.updates = Updates(placement, made.groups, None if states == "fp32" else states)
+        formats = config.optimizer.states
+        self.updates = Updates(placement, made.groups, None if formats == "fp32" else formats)
         led = given if isinstance(given, Optimizer) else None
-        self.options = Options(made, LRSchedule(config.lr_schedule), scheduler, led)
-        tells, over_ranks = mesh.tp.alone() * pipeline.counts(mesh.pp), config.batch.mean == "ranks"
-        copied = mesh.axis("tp", "pp").size > 1
-        sums = StepSums(mesh, tells, self.options, over_ranks, Replicas(placement, mesh) if copied else None)
+        self.options = Options(made, LRSchedule(config.lr_schedule), context.scheduler, led)
+        sums = _sums(placement, config, mesh, self.pipeline, self.options)
         progress = TrainingProgress(self.options, loss_scale(config.precision))
         self.step = Step(
             config, sums, placement, self._reducer, self.blocks, self.updates, progress, self.buffers
         )
         self.step.clips_unasked = given is not None and "clip" not in config.optimizer.model_fields_set
         self.options.on_metric(self.step.plateau)
-        self.step.states = self._states(config, mesh)
-        self.contents = EngineContents(module, config, mesh, placement, list(self.updates), self.step)
+        self.step.states = states
         trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
         self.loop = Loop(module, objective, config, self.step, self._reducer, trained)
+        self.passes = Passes(context, self.pipeline, built.stages, objective, self.step, self.blocks, first)
         self.sleep = Sleep(placement.buckets, self.updates)
+        updates, loaders = list(self.updates), context.loaders
+        self.contents = EngineContents(
+            module, config, mesh, placement, updates, self.step, context.randomness, loaders
+        )
         self.roster = Roster(module)
-        self.source = Source(self.options, self.updates)
-        self._view: OptimizerView | None = None
+        context.shown.follow(self.options, self.updates)
         self._refusals = []
         if led is not None:
             self._refusals += other_optimizers.refuse_calls(led)
             grad_scaler.refuse_for(led)
-
-    def _states(self, config: Config, mesh: Mesh) -> GradientStates | None:
-        """What follows gradients over tensor parallelism."""
-        if mesh.tp.size == 1:
-            return None
-        shardings = self.placement.division.shardings
-        parameters = {
-            parameter: (slot.name, shardings[slot.name].cut)
-            for bucket in self.placement.buckets
-            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
-        }
-        between = PART if config.mesh.sequence_parallel else WHOLE
-        states = GradientStates(mesh.tp, parameters, between if mesh.pp.size > 1 else None)
-        self._reducer.summed = states.summed
-        return states
-
-    def optimizer(self, engine: Any) -> OptimizerView:
-        """The optimizer of all shards, as a user of `engine` sees it."""
-        if self._view is None:
-            self._view = OptimizerView(engine, self.source)
-        return self._view
 
     def look(self, model: nn.Module, refresh: Callable[[], None]) -> None:
         """Before a step or what else depends on the model: `refresh` where a script has changed the groups of
@@ -139,13 +117,39 @@ class Training:
     def recipe_of(self, module: nn.Module) -> Recipe:
         """The recipe of the model as it is now, the same on all ranks, which must call. Raises ModelError
         where this cannot go on by it."""
-        made = recipe(module, self._config.optimizer, self._given)
-        refuse_foreign(module, self._given, self.options.parameters)
+        mesh, given = self.context.mesh, self.context.optimizer
+        made = recipe(module, self.context.config.optimizer, given)
+        refuse_foreign(module, given, self.options.parameters)
         given_gradients.refuse_older(module, made, self.placement)
-        for axis in (self._mesh.loss, self._mesh.tp):
+        for axis in (mesh.loss, mesh.tp):
             same_model(axis, module, made.told)
         self.options.check(made)
         return made
+
+    def save(self, path: Path, tokenizer: Any, extra: Mapping[str, Any], wait: bool, only: bool) -> None:
+        """See `Engine.save`; only: the adapters. What a script wrote to weights has been taken in before."""
+        self.sleep.refuse()
+        contents = self.contents
+        names = adapters_alone(contents) if only else None
+        whole = adapters(contents)
+        self.saver.save(path, lambda: content(contents, tokenizer, extra, whole, names), background=not wait)
+
+    def load(self, path: Path, strict: bool, weights_only: bool) -> Loaded:
+        """See `Engine.load`."""
+        self.sleep.refuse()
+        self.saver.wait()
+        self.saver.idle()
+        found = restore(self.contents, path, strict, weights_only, self.saver.axis())
+        self.note()
+        return found
+
+    def tell_failed(self) -> None:
+        """Raise CheckpointError on every rank, before one and the same step, if a checkpoint being written in
+        the background failed."""
+        if self.step.heard_unsaved:
+            self.step.heard_unsaved = False
+            self.saver.wait()
+        self.step.flags.unsaved = self.saver.failed
 
     def note(self) -> None:
         """Take note that the engine itself has changed weights and buffers, between steps."""
@@ -160,7 +164,7 @@ class Training:
         self.options.release()
         for refusal in self._refusals:
             refusal.remove()
-            grad_scaler.allow_for(self._given)
+            grad_scaler.allow_for(self.context.optimizer)
 
     def close(self, divided: bool, gather: bool = False) -> None:
         """Let go of the model: its parameters are plain ones again, where they are whole. `divided`: over
@@ -176,6 +180,7 @@ class Training:
             disown(bucket.parameters, whole=not divided and (gather or not bucket.sharded))
         self.updates.forget()
         self.placement.offload.close()
+        self.activations.close()
 
     def carry_from(self, old: Training, unchanged: set[int]) -> None:
         """Go on from another training of the same model, released: its weights, states and progress.
@@ -187,10 +192,53 @@ class Training:
         self.step.load_state_dict(old.step.state_dict())
         self.step.written.note()
         self.step.flags, self.step.clips_unasked = old.step.flags, old.step.clips_unasked
-        self.contents.loaders, self.contents.positions = old.contents.loaders, old.contents.positions
-        self.source, self._view = old.source, old._view
-        self.source.options, self.source.updates = self.options, self.updates
         old.placement.offload.close()
+
+
+def _names(placement: Placement) -> tuple[set[str], set[str]]:
+    """The parameters that are sharded, and those that tensor parallelism divides."""
+    cuts = placement.division.shardings
+    sharded = {slot.name for each in placement.buckets if each.sharded for slot in each.layout.slots}
+    return sharded, {name for name in cuts if not cuts[name].cut.is_whole}
+
+
+def _gradient_states(placement: Placement, config: Config, mesh: Mesh) -> GradientStates | None:
+    """What follows gradients over tensor parallelism."""
+    if mesh.tp.size == 1:
+        return None
+    shardings = placement.division.shardings
+    parameters = {
+        parameter: (slot.name, shardings[slot.name].cut)
+        for bucket in placement.buckets
+        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+    }
+    between = PART if config.mesh.sequence_parallel else WHOLE
+    return GradientStates(mesh.tp, parameters, between if mesh.pp.size > 1 else None)
+
+
+def _reducer(
+    placement: Placement, config: Config, mesh: Mesh, pipeline: PipelineRank, states: GradientStates | None
+) -> Reducer:
+    """What reduces the gradients of what is trained."""
+    reducer = Reducer(
+        placement.trainable,
+        config.accumulation,
+        each_time(config, mesh.loss.size, placement.microbatches),
+        pipeline.mine,
+        gathers=any(bucket.sharded for bucket in placement.buckets),
+    )
+    if states is not None:
+        reducer.summed = states.summed
+    return reducer
+
+
+def _sums(
+    placement: Placement, config: Config, mesh: Mesh, pipeline: PipelineRank, options: Options
+) -> StepSums:
+    """What adds up a step's totals."""
+    tells, over_ranks = mesh.tp.alone() * pipeline.counts(mesh.pp), config.batch.mean == "ranks"
+    copied = mesh.axis("tp", "pp").size > 1
+    return StepSums(mesh, tells, options, over_ranks, Replicas(placement, mesh) if copied else None)
 
 
 LOOK_EVERY = 16
