@@ -59,7 +59,7 @@ from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.bucket import KINDS
 from polyreme.zero.bucket import Kind as Numbers
 from polyreme.zero.full_parameters import readable, writable
-from polyreme.zero.parameter import NAMES, give_to, refuse_owned
+from polyreme.zero.parameter import give_to, name_of, refuse_owned
 from polyreme.zero.refresh import refuse_own_shapes
 
 
@@ -439,7 +439,7 @@ class Engine(ModuleFace):
             raise ModelError(_BEFORE_BACKWARD)
         with current().of(Watch).calling("full_parameters"):
             self._take_in_writes()
-        names = None if among is None else {NAMES[parameter] for parameter in among if parameter in NAMES}
+        names = None if among is None else {*map(name_of, among)}
         if not write:
             with readable(self._training.placement, names):
                 yield self.module

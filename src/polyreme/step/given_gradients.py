@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from polyreme.errors import ModelError
 from polyreme.optim.groups import Recipe
-from polyreme.zero.parameter import NAMES, OWN_GRAD
+from polyreme.zero.parameter import OWN_GRAD, name_of
 
 if TYPE_CHECKING:
     from polyreme.step.step import Step
@@ -44,7 +44,7 @@ def refuse(given: set[Tensor]) -> None:
     """Raise ModelError where a backward begins that would add to a gradient that was set."""
     for parameter in given:
         raise ModelError(
-            f"{NAMES.get(parameter, '?')}.grad was set, and a backward would add to it: "
+            f"{name_of(parameter)}.grad was set, and a backward would add to it: "
             "call step() before, or set it to None"
         )
 

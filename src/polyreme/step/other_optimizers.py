@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
 from polyreme.step.optimizer_view import SPREAD
-from polyreme.zero.parameter import NAMES, is_trained
+from polyreme.zero.parameter import is_trained, name_of
 
 
 def refuse_calls(given: Optimizer) -> list[RemovableHandle]:
@@ -56,7 +56,7 @@ def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
             if is_trained(parameter):
                 kind = type(optimizer).__name__
                 raise ModelError(
-                    f"{kind}.step() over {NAMES.get(parameter, 'a parameter')}, which an engine trains: its "
+                    f"{kind}.step() over {name_of(parameter)}, which an engine trains: its "
                     "gradients and updates are the engine's. engine.train_step makes the step itself, and so "
                     f"does engine.step() after backward. To train by this {kind}, make it of "
                     "model.parameters() before, and give it: initialize(model, config, optimizer=...)"

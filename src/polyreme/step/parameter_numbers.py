@@ -24,7 +24,7 @@ from polyreme.layout.region import MASTER
 from polyreme.step.equal_part import EqualPart
 from polyreme.step.training import Training
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.parameter import NAMES, in_backward
+from polyreme.zero.parameter import in_backward, name_of
 from polyreme.zero.sharded_optimizer import Update
 
 collective = partial(watch.collective, of="numbers(...).")
@@ -224,7 +224,7 @@ class ParameterNumbers:
     def _locate(self, moving: bool = False) -> ParameterLocation:
         """Raises ModelError where the parameter is not the engine's, or, unless `moving`, where numbers are
         on their way."""
-        training, name = self._training(), NAMES.get(self._parameter, "")
+        training, name = self._training(), name_of(self._parameter)
         bucket, slot = training.placement.where.get(name, (None, None))
         indices = [i for i, p in enumerate(bucket.parameters) if p is self._parameter] if bucket else []
         if bucket is None or slot is None or not indices:

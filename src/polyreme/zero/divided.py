@@ -17,18 +17,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.distributed.mesh import Axis, everyone
 from polyreme.errors import ModelError
 from polyreme.layout.intervals import ceil_div
 from polyreme.models.tensor_access import touching
+from polyreme.zero.parameter import record_of, recorded
 from polyreme.zero.released import Released, View
 
 Noted = Callable[[nn.Parameter], object]
 """What is called with each parameter that was divided."""
-_SHARES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""The `Share` of each `Divided`."""
 _MOVES = {"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "contiguous"}
 
 
@@ -107,7 +105,7 @@ class Divided(Released):
 
 def share_of(parameter: Tensor) -> Share | None:
     """What this rank has of a parameter; None: it is not divided."""
-    found: Share | None = _SHARES.get(parameter) if isinstance(parameter, Divided) else None
+    found: Share | None = record_of(parameter).share if isinstance(parameter, Divided) else None
     return found
 
 
@@ -142,8 +140,9 @@ def make_whole(parameters: Iterable[nn.Parameter]) -> None:
 
 def taken(parameter: nn.Parameter) -> Tensor:
     """The numbers of a parameter that is divided, whose part is let go. All ranks must call."""
-    share: Share = _SHARES.pop(parameter)
-    numbers = share.whole()
+    record = record_of(parameter)
+    share: Share = record.share
+    numbers, record.share = share.whole(), None
     share.part.untyped_storage().resize_(0)
     return numbers
 
@@ -303,12 +302,12 @@ def _can_be_divided(parameter: nn.Parameter | None) -> bool:
 
 
 def _divide(parameter: nn.Parameter, axis: Axis, source: int) -> None:
-    known = _SHARES.get(parameter)
+    (record,), known = recorded([parameter]), record_of(parameter).share
     if known is None or known.shape != parameter.shape or known.part.dtype != parameter.dtype:
-        _SHARES[parameter] = known = Share(parameter.data, axis, source)
+        record.share = Share(parameter.data, axis, source)
     else:
         known.take(parameter.data, source)
-    _close(parameter, known)
+    _close(parameter, record.share)
 
 
 def _open(parameter: nn.Parameter, numbers: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch._guards import TracingContext
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from polyreme.distributed.world import current
 from polyreme.errors import ModelError, warn
 
 OWN_GRAD: Any = Tensor.grad
@@ -36,21 +37,7 @@ class Owner(Protocol):
     """Parameters whose gradients a script set, and no step has taken."""
 
 
-NAMES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""The parameters of all buckets."""
-_OWNERS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""Weak references, by parameter."""
-
-
-_ENGINES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""Weak references to the engines that parameters were given to."""
-_SHARDS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters of closed engines that are not whole."""
-_READINGS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""By parameter, the `Reading` of its pending gradient, where that is another than `OURS`."""
-
-
-@dataclass
+@dataclass(eq=False)
 class Reading:
     """What becomes of reading `.grad` between backward and step. instead: what has it. hidden: it is None,
     with one warning, and not an error, but for torch's own functions that clip, unscale or apply gradients.
@@ -63,7 +50,7 @@ class Reading:
     def answer(self, parameter: Tensor, caller: str) -> None:
         """Raise ModelError or warn, where the module `caller` reads."""
         text = (
-            f"{NAMES.get(parameter, '?')}.grad is read between backward and step, but the engine keeps "
+            f"{name_of(parameter)}.grad is read between backward and step, but the engine keeps "
             f"gradients in its buckets, summed over the ranks only at the end of the step: {self.instead}"
         )
         # torch.optim.optimizer is zero_grad, which finds nothing to drop
@@ -81,6 +68,63 @@ OURS = Reading(
 )
 
 
+def _nobody() -> None:
+    return None
+
+
+@dataclass(eq=False)
+class ParameterRecord:
+    """What is known of one parameter. It keeps neither the parameter nor who has it: `owner`, `engine` and
+    `unit` are weak references."""
+
+    name: str = "?"
+    """What it is called, for errors."""
+    owner: Callable[[], Owner | None] = _nobody
+    engine: Callable[[], Any] = _nobody
+    """That it was given to."""
+    unit: Callable[[], Any] = _nobody
+    """What is told of its uses behind the forward of its block."""
+    share: Any = None
+    """What a rank has of one that was divided as it was made."""
+    reading: Reading = OURS
+    """What becomes of reading its pending gradient."""
+    listed: bool = False
+    """Whether `state_dict()` holds it while it is released."""
+    closed: bool = False
+    """Whether an engine that is closed had it divided."""
+
+
+class ParameterRecords:
+    """The records of a world, each for as long as its parameter is there."""
+
+    def __init__(self) -> None:
+        self.known: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+
+    def close(self) -> None:
+        """Parameters outlive their world: the next one has their records."""
+        current().of(ParameterRecords).known.update(self.known)
+
+
+_UNKNOWN = ParameterRecord()
+
+
+def record_of(parameter: Tensor) -> ParameterRecord:
+    """What is known of a parameter, to be read."""
+    found: ParameterRecord = current().of(ParameterRecords).known.get(parameter, _UNKNOWN)
+    return found
+
+
+def recorded(parameters: Iterable[Tensor]) -> list[ParameterRecord]:
+    """The records of parameters, which are made where there are none."""
+    known = current().of(ParameterRecords).known
+    return [known.setdefault(parameter, ParameterRecord()) for parameter in parameters]
+
+
+def name_of(parameter: Tensor) -> str:
+    """What a parameter is called; "?" if it is in no bucket."""
+    return record_of(parameter).name
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -88,13 +132,13 @@ def in_backward() -> bool:
 
 def is_pending(parameter: Tensor) -> bool:
     """Whether an engine has gradients of the parameter that are not applied yet."""
-    owner: Owner | None = _OWNERS.get(parameter, _nobody)()
+    owner = record_of(parameter).owner()
     return owner is not None and owner.begun
 
 
 def is_trained(parameter: Tensor) -> bool:
     """Whether an engine that is there trains it."""
-    return type(parameter) not in (nn.Parameter, Tensor) and _OWNERS.get(parameter, _nobody)() is not None
+    return type(parameter) not in (nn.Parameter, Tensor) and record_of(parameter).owner() is not None
 
 
 class TrainedParameter(nn.Parameter):
@@ -106,13 +150,13 @@ class TrainedParameter(nn.Parameter):
         # torch.compile asks whether there is one of each tensor that it meets
         if in_backward() or TracingContext.try_get() is not None:
             return gradient
-        owner: Owner | None = _OWNERS.get(self, _nobody)()
-        reading, caller = _READINGS.get(self, OURS), sys._getframe(1).f_globals.get("__name__", "")
+        record, caller = record_of(self), sys._getframe(1).f_globals.get("__name__", "")
+        owner, reading = record.owner(), record.reading
         if owner is not None and owner.begun:
             reading.answer(self, caller)
         elif owner is not None and caller == "torch.nn.utils.clip_grad" and not owner.given:
             raise ModelError(
-                f"there is no gradient of {NAMES.get(self, '?')} to clip, as no backward has come since the "
+                f"there is no gradient of {record.name} to clip, as no backward has come since the "
                 "last step: call engine.backward(loss) before. Between backward and step the engine keeps "
                 f"gradients in its buckets: {reading.instead}"
             )
@@ -120,19 +164,20 @@ class TrainedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        owner: Owner | None = _OWNERS.get(self, _nobody)()
+        record = record_of(self)
+        owner = record.owner()
         if owner is not None and not in_backward():
-            if gradient is None and (not owner.begun or _READINGS.get(self, OURS).hidden):
+            if gradient is None and (not owner.begun or record.reading.hidden):
                 owner.given.discard(self)
             elif gradient is None:
                 raise ModelError(
-                    f"{NAMES.get(self, '?')}.grad is set to None between backward and step, but the engine "
+                    f"{record.name}.grad is set to None between backward and step, but the engine "
                     "keeps gradients in its buckets: to drop all, call engine.zero_grad(); to drop one, "
                     'engine.gradients().scale_({"name": 0.0}), or detach it in the forward'
                 )
             elif owner.begun:
                 raise ModelError(
-                    f"{NAMES.get(self, '?')}.grad is set between backward and step, but the engine keeps "
+                    f"{record.name}.grad is set between backward and step, but the engine keeps "
                     "gradients in its buckets: put what you want in the loss, change gradients in a hook "
                     "(parameter.register_hook), scale them by engine.gradients().scale_(factors), or set "
                     'them by engine.numbers(parameter).set_whole("gradient", value)'
@@ -151,7 +196,7 @@ class TrainedParameter(nn.Parameter):
     def detach(self) -> Tensor:
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             raise ModelError(
-                f"nn.Parameter(...) of parameter {NAMES.get(self, '?')}, which an engine trains: make it "
+                f"nn.Parameter(...) of parameter {name_of(self)}, which an engine trains: make it "
                 "of a copy of its numbers, nn.Parameter(p.detach().clone()), and call engine.refresh(); "
                 "weight_norm and other parametrizations belong before initialize"
             )
@@ -169,65 +214,58 @@ class TrainedParameter(nn.Parameter):
 
 def name(parameters: Iterable[nn.Parameter], names: Iterable[str]) -> None:
     """Note what parameters are called, for errors."""
-    for parameter, each in zip(parameters, names, strict=True):
-        NAMES[parameter] = each
+    for record, each in zip(recorded(parameters), names, strict=True):
+        record.name = each
 
 
 def own(parameters: Iterable[nn.Parameter], owner: Owner) -> None:
     """Give `owner` their gradients from now on."""
-    for parameter in parameters:
+    for parameter, record in zip(held := [*parameters], recorded(held), strict=True):
         if type(parameter) is nn.Parameter:
             parameter.__class__ = TrainedParameter
-        _OWNERS[parameter] = ref(owner)
+        record.owner = ref(owner)
 
 
 def read_as(parameters: Iterable[nn.Parameter], reading: Reading) -> None:
     """Say what becomes of reading their `.grad` between backward and step."""
-    for parameter in parameters:
-        _READINGS[parameter] = reading
+    for record in recorded(parameters):
+        record.reading = reading
 
 
 def give_to(engine: object, module: nn.Module) -> None:
     """Note which engine has the module's parameters."""
-    for parameter in module.parameters():
-        _ENGINES[parameter] = ref(engine)
+    for record in recorded(module.parameters()):
+        record.engine = ref(engine)
 
 
 def engine_of(parameter: Tensor) -> Any:
     """The engine that a parameter was given to; None for any other."""
-    return _ENGINES.get(parameter, _nobody)()
+    return record_of(parameter).engine()
 
 
 def disown(parameters: Iterable[nn.Parameter], whole: bool) -> None:
     """Make them plain parameters again, if they are `whole`: their engine is closed."""
-    for parameter in parameters:
-        for of in _OWNERS, _ENGINES, _READINGS:
-            of.pop(parameter, None)
-        if not whole:
-            _SHARDS[parameter] = True
-        elif type(parameter) is TrainedParameter:
+    for parameter, record in zip(held := [*parameters], recorded(held), strict=True):
+        record.owner = record.engine = _nobody
+        record.reading, record.closed = OURS, not whole
+        if whole and type(parameter) is TrainedParameter:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-
-
-def is_shard(parameter: nn.Parameter) -> bool:
-    """Whether an engine that is closed had it divided."""
-    return parameter in _SHARDS
 
 
 def refuse_owned(module: nn.Module) -> None:
     """Raise ModelError for a parameter of another engine that is still there, or of which a closed one has
     left a shard."""
     parameters = dict(module.named_parameters())
-    if parts := [name for name, parameter in parameters.items() if parameter in _SHARDS]:
+    if parts := [name for name, parameter in parameters.items() if record_of(parameter).closed]:
         raise ModelError(
             f"{parts[0]} was divided by an engine that is closed, so that its numbers are not whole here: "
             "build the model anew, and load what engine.save wrote. Without mesh.tp and mesh.pp, "
             "engine.close(gather=True) leaves it whole"
         )
-    if any(_ENGINES.get(p, _nobody)() is not None for p in parameters.values()):
+    if any(engine_of(parameter) is not None for parameter in parameters.values()):
         gc.collect()  # it may be gone, but for cycles
     for name, parameter in parameters.items():
-        if _ENGINES.get(parameter, _nobody)() is not None:
+        if engine_of(parameter) is not None:
             raise ModelError(
                 f"{name} belongs to another engine, which holds its numbers: "
                 "call engine.close(gather=True) of that one first (as where a notebook's cell runs again), "
@@ -235,7 +273,3 @@ def refuse_owned(module: nn.Module) -> None:
                 "other's full_parameters()), or train what both "
                 "share in one engine, with the sum of the losses"
             )
-
-
-def _nobody() -> None:
-    return None

@@ -18,14 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.errors import ModelError
 from polyreme.models.tensor_access import read, touching, writes
-from polyreme.zero.parameter import NAMES, TrainedParameter, in_backward, is_shard
-
-_LISTED: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""Parameters that `state_dict()` holds while they are released."""
+from polyreme.zero.parameter import TrainedParameter, in_backward, name_of, record_of, recorded
 
 
 class Released(TrainedParameter):
@@ -41,7 +37,7 @@ class Released(TrainedParameter):
             return func(*args, **(kwargs or {}))
 
     def detach(self) -> Tensor:
-        if self in _LISTED and sys._getframe(1).f_code is nn.Module._save_to_state_dict.__code__:
+        if record_of(self).listed and sys._getframe(1).f_code is nn.Module._save_to_state_dict.__code__:
             return self
         return super().detach()
 
@@ -89,10 +85,6 @@ class AfterForward(Gathered):
         return result
 
 
-_UNITS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""Weak references to what is told of uses, by parameter."""
-
-
 class Pinnable(Protocol):
     """What gathers parameters."""
 
@@ -106,7 +98,7 @@ def _tell_of_uses(parameters: Iterable[Tensor], result: Any) -> None:
     if not any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves) or in_backward():
         return
     for parameter in parameters:
-        if isinstance(parameter, AfterForward) and (unit := _UNITS[parameter]()) is not None:
+        if isinstance(parameter, AfterForward) and (unit := record_of(parameter).unit()) is not None:
             unit.pin()  # of the same unit others are `Gathered` then
 
 
@@ -171,7 +163,7 @@ class View(Tensor):
         if (name := touching(func)) is not None:
             for parameter in (each for each in parameters if isinstance(each, Released)):
                 raise ModelError(
-                    f"{name} of what was taken of parameter {NAMES.get(parameter, '?')} "
+                    f"{name} of what was taken of parameter {name_of(parameter)} "
                     "in a forward or backward, where its memory is "
                     "freed behind the block (zero.stage = 3, or memory.params "
                     "elsewhere): take a copy there (.clone()), or read the "
@@ -219,7 +211,7 @@ def _followed(parameter: nn.Parameter, taken: Any, caller: FrameType | None = No
 
 def _refuse_writing(name: str, parameter: nn.Parameter) -> NoReturn:
     raise ModelError(
-        f"{name} writes to parameter {NAMES.get(parameter, '?')} inside "
+        f"{name} writes to parameter {name_of(parameter)} inside "
         "a forward or backward (zero.stage = 3, or memory.params "
         "elsewhere), where it is a copy for a time: write to it "
         "between steps, inside `with engine.full_parameters(write=True):`"
@@ -228,13 +220,14 @@ def _refuse_writing(name: str, parameter: nn.Parameter) -> NoReturn:
 
 def refuse(what: str, parameter: nn.Parameter) -> NoReturn:
     """Raise ModelError: the numbers of a released parameter are asked for."""
-    if is_shard(parameter):
+    record = record_of(parameter)
+    if record.closed:
         raise ModelError(
-            f"{what} of parameter {NAMES.get(parameter, '?')}, whose engine is closed and had it in shards: "
+            f"{what} of parameter {record.name}, whose engine is closed and had it in shards: "
             "call engine.save, engine.state_dict() or engine.full_parameters() before engine.close()"
         )
     raise ModelError(
-        f"{what} of parameter {NAMES.get(parameter, '?')}, whose "
+        f"{what} of parameter {record.name}, whose "
         "numbers are not in memory between its uses (zero.stage = 3, or "
         "memory.params elsewhere) or until engine.wake(): between steps do it inside "
         "`with engine.full_parameters():` (with write=True to change it), which every rank must enter; "
@@ -251,8 +244,8 @@ def guard(parameters: Iterable[nn.Parameter]) -> None:
 
 def tell_of_uses(parameters: Iterable[nn.Parameter], unit: Pinnable) -> None:
     """Have `unit` be told of uses behind the forward of their block."""
-    for parameter in parameters:
-        _UNITS[parameter] = ref(unit)
+    for record in recorded(parameters):
+        record.unit = ref(unit)
 
 
 def leave_block(parameters: Iterable[nn.Parameter]) -> None:
@@ -270,8 +263,8 @@ def unguard(parameters: Iterable[nn.Parameter], gathered: bool = False) -> None:
 def list_in_state_dicts(parameters: Iterable[nn.Parameter]) -> None:
     """Have `state_dict()` of a module, and of each part of one, hold released parameters themselves, which
     raise ModelError where their numbers are used: scripts ask for one to know its names, too."""
-    for parameter in parameters:
-        _LISTED[parameter] = True
+    for record in recorded(parameters):
+        record.listed = True
 
 
 def refuse_loading(model: nn.Module) -> list[RemovableHandle]:
