@@ -33,11 +33,15 @@ from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_m
 from polyreme.optim.groups import Make, recipe, refuse_foreign, warn_of_unused
 from polyreme.pipeline.executor import whole
 from polyreme.pipeline.rank import PipelineRank
+from polyreme.placement.build import Built, build, share_out
+from polyreme.placement.dividing import divide_again
+from polyreme.placement.full_parameters import readable, writable
+from polyreme.placement.opening import Model
+from polyreme.placement.refresh import refuse_own_shapes
 from polyreme.step import given_gradients, report
 from polyreme.step.activations import Activations
 from polyreme.step.arguments import named_as_ours, one_batch
 from polyreme.step.batches import BatchComparison, micro_batches
-from polyreme.step.build import Built, Model, build, divide_again, objective, open_model, share_out
 from polyreme.step.engine_context import EngineContext
 from polyreme.step.engine_state import Loaded
 from polyreme.step.fit import FirstBatch
@@ -53,14 +57,13 @@ from polyreme.step.passes import EvalResult
 from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
 from polyreme.step.progress import State
 from polyreme.step.randomness import Kind, Randomness
+from polyreme.step.settings import objective, opened, placement_settings
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.bucket import KINDS
 from polyreme.zero.bucket import Kind as Numbers
-from polyreme.zero.full_parameters import readable, writable
 from polyreme.zero.parameter import give_to, name_of, refuse_owned
-from polyreme.zero.refresh import refuse_own_shapes
 
 
 @named_as_ours
@@ -130,7 +133,7 @@ class Engine(ModuleFace):
             refuse_owned(model)
         WARNS.set(mesh.rank == 0)
         randomness, outside = Randomness(config.seed, mesh), generators(mesh.device)
-        self.module, recording, weights = open_model(model, config, mesh)
+        self.module, recording, weights = opened(model, config, mesh)
         blocks = huggingface.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
         refuse_foreign(self.module, optimizer)
@@ -144,7 +147,8 @@ class Engine(ModuleFace):
         """A callback before each update, of `train_step` too, on all ranks: to log norms, or to clip."""
         self._trains = any(p.requires_grad for p in self.module.parameters())
         pipeline = PipelineRank.of(config, mesh)
-        built = build(self.module, recording, made, blocks, pipeline, config, mesh, weights=weights is None)
+        settings = placement_settings(config, mesh)
+        built = build(self.module, recording, made, blocks, pipeline, settings, mesh, weights=weights is None)
         alike = self._normalised()
         called = objective(self.module, loss_fn, made, config, mesh)
         context = EngineContext(
@@ -407,12 +411,13 @@ class Engine(ModuleFace):
             same_model(axis, self.module, {})
         old, unchanged = self._training, self._training.placement.unchanged
         refuse_own_shapes([*old.updates])
-        division = divide_again(self.module, old.roster, old.placement, self.config, self.mesh)
+        settings = placement_settings(self.config, self.mesh)
+        division = divide_again(self.module, old.roster, old.placement.division, settings, self.mesh)
         made = old.recipe_of(self.module)
         called, alike = old.objective.of(self.module), self._normalised()
         old.release()
         blocks = huggingface.find_blocks(self.module)
-        placement = share_out(self.module, blocks, made, division, self.config, self.mesh, unchanged)
+        placement = share_out(self.module, blocks, made, division, settings, self.mesh, unchanged)
         built = Built(placement, {0: whole}, blocks)
         self._now = Training(self.module, made, built, called, alike, old.context)
         give_to(self, self.module)

@@ -100,6 +100,7 @@ BUDGETS = {
     "offload": 1179,
     "optim": 1399,
     "pipeline": 1204,
+    "placement": 900,
     "planner": 237,
     "step": 3981,
     "tensor": 1906,

@@ -22,7 +22,8 @@ from polyreme.optim.groups import Recipe, recipe
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.optim.options import Options
 from polyreme.zero import pieces as update_module
-from polyreme.zero.bucket import Bucket
+from polyreme.zero.bucket import Bucket, BucketMemory
+from polyreme.zero.bucket_spec import BucketSpec
 from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.formats import Formats
 from polyreme.zero.residency import Residency
@@ -373,11 +374,11 @@ def bucket_of(
     layout = BucketLayout.build(
         [TensorSpec(n, tuple(t.shape), int(t.dim() < 2)) for n, t in values.items()], 1, boundary
     )
-    formats = Formats(dtype, dtype, reduce or dtype, dtype)
+    axis, formats = Axis("dp"), Formats(dtype, dtype, reduce or dtype, dtype)
+    names = [(slot.name,) for slot in layout.slots]
+    spec = BucketSpec(layout, names, axis, Residency("full", "full", "shard"), formats)
     parameters = [nn.Parameter(values[slot.name].clone()) for slot in layout.slots]
-    bucket = Bucket(
-        layout, parameters, Axis("dp"), Residency.of_stage(0), formats, Pool(Axis("dp"), torch.device("cpu"))
-    )
+    bucket = Bucket(spec, parameters, BucketMemory(Pool(axis, torch.device("cpu"))))
     for slot in layout.slots:
         bucket.write(slot, values[slot.name])
     return bucket

@@ -11,7 +11,7 @@ from torch import nn
 
 import models
 import polyreme
-import polyreme.step.build
+import polyreme.placement.dividing
 import training
 from polyreme.errors import ConfigError, ModelError
 from pool import Ranks
@@ -51,7 +51,7 @@ def own_blocks(engine: polyreme.Engine) -> tuple[int, list[int]]:
 def given_seconds(rank: int, world: int) -> list[tuple[int, list[int]]]:
     """What each rank has of the blocks; others than rank 0 cannot measure."""
     measure = mock.Mock(return_value=[1, 1, 1, 5, 2]) if rank == 0 else mock.Mock(side_effect=AssertionError)
-    with mock.patch.object(polyreme.step.build, "block_seconds", measure):
+    with mock.patch.object(polyreme.placement.dividing, "block_seconds", measure):
         layouts = [settings(world), settings(world, tp=2)]
         return [
             own_blocks(polyreme.initialize(model, each)) for each in layouts for model in (uneven, uneven())
@@ -96,7 +96,7 @@ def refused(rank: int, world: int) -> list[str]:
         polyreme.initialize(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), settings(world))
     found.append(str(unknown.value))
     with mock.patch.object(
-        polyreme.step.build, "block_seconds", mock.Mock(side_effect=ValueError("too long a text"))
+        polyreme.placement.dividing, "block_seconds", mock.Mock(side_effect=ValueError("too long a text"))
     ):
         with pytest.raises(ModelError) as failed:
             polyreme.initialize(uneven(), settings(world))

@@ -18,7 +18,7 @@ import threads
 import training
 from cover import ALL, cover
 from polyreme.config import Config
-from polyreme.planner.memory_model import working_set
+from polyreme.placement.memory_model import working_set
 from polyreme.step.dry_run import place
 
 MESHES = ({}, {"tp": 2}, {"pp": 2}, {"dp": 4}, {"tp": 2, "pp": 2})

@@ -1,5 +1,5 @@
 """What ranks will have in memory, as people and programs read it. Rendering only: figures come from
-`step.dry_run` and `planner.memory_model`."""
+`step.dry_run` and `placement.memory_model`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def of_ranks(config: Config) -> list[RankMemory]:
     if config.model.path is None and config.model.config is None:
         return []
     # only here: most configs are shown without torch
-    from polyreme.planner.memory_model import working_set
+    from polyreme.placement.memory_model import working_set
     from polyreme.planner.meta_model import expected
     from polyreme.step.dry_run import place
 

@@ -13,10 +13,10 @@ from polyreme.config import Config
 from polyreme.config.schema import is_files, tiers_of
 from polyreme.errors import BatchError
 from polyreme.offload.gradients import OffloadedGradients
+from polyreme.placement.placement import Placement
 from polyreme.step.precision import DTYPES
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.bucket_gradients import Microbatches
-from polyreme.zero.partition import Placement
 from polyreme.zero.reduce import Reducer
 
 

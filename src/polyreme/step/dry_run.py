@@ -20,9 +20,11 @@ from polyreme.models import huggingface
 from polyreme.models.wrappers import unwrap
 from polyreme.optim.groups import Recipe, recipe
 from polyreme.pipeline.rank import PipelineRank
-from polyreme.step.build import cut, divide, share_out
+from polyreme.placement.build import share_out
+from polyreme.placement.dividing import cut, divide
+from polyreme.placement.placement import Placement
+from polyreme.step.settings import placement_settings
 from polyreme.zero.bucket_memory import staying
-from polyreme.zero.partition import Placement
 from polyreme.zero.updates import Updates
 
 
@@ -69,14 +71,17 @@ def place(model: nn.Module, config: Config, rank: int, device: torch.device | No
     made: Recipe = recipe(module, config.optimizer, None)
     pipeline = PipelineRank.of(config, mesh)
     blocks: Mapping[str, nn.Module] = huggingface.find_blocks(module)
-    partition = cut(module, None, len(pipeline.rank_of), config, mesh)
-    division = divide(module, partition, pipeline, config, mesh)
+    settings = placement_settings(config, mesh)
+    partition = cut(module, None, len(pipeline.rank_of), settings, mesh)
+    division = divide(module, partition, pipeline, settings, mesh)
     if partition is not None:
         blocks = partition.blocks_of(module, pipeline.mine)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        placement = share_out(module, blocks, made, division, config, mesh)
+        placement = share_out(module, blocks, made, division, settings, mesh)
         states = config.optimizer.states
-        updates = Updates(placement, made.groups, None if states == "fp32" else states)
+        updates = Updates(
+            placement.trainable, placement.offload, made.groups, None if states == "fp32" else states
+        )
         for update in updates:
             update.state.allocate({slot.name: {"step": 1.0} for slot in update.state.slots()}, {})
     return Placed(module, blocks, placement, updates)

@@ -39,16 +39,16 @@ from polyreme.errors import CheckpointError, ModelError, named, warn
 from polyreme.layout.region import Region
 from polyreme.models import huggingface, peft
 from polyreme.models.tensor_access import entries
+from polyreme.placement.full_parameters import readable
+from polyreme.placement.placement import Placement
+from polyreme.placement.sharded_state import frozen, masters, saved, states
 from polyreme.step.loaders import Loaders
 from polyreme.step.randomness import Randomness
 from polyreme.step.step import Step
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.version import VERSION
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.full_parameters import readable
-from polyreme.zero.partition import Placement
 from polyreme.zero.sharded_optimizer import Update
-from polyreme.zero.sharded_state import frozen, masters, saved, states
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from polyreme.models.huggingface import tensors_in
 from polyreme.offload import host
 from polyreme.pipeline.profile import copy_to
 from polyreme.pipeline.schedule import build, peak_activations, stage_ranks
-from polyreme.planner.memory_model import working_set
+from polyreme.placement.memory_model import working_set
 from polyreme.step.batches import MicroBatch
 from polyreme.step.dry_run import device_of_ranks, place
 from polyreme.step.kept import Kept, kept_by

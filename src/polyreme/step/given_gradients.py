@@ -15,8 +15,8 @@ from polyreme.optim.groups import Recipe
 from polyreme.zero.parameter import OWN_GRAD, name_of
 
 if TYPE_CHECKING:
+    from polyreme.placement.placement import Placement
     from polyreme.step.step import Step
-    from polyreme.zero.partition import Placement
 
 
 def take(given: set[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from polyreme.distributed.mesh import Mesh
 from polyreme.errors import ModelError
+from polyreme.placement.placement import Placement
 from polyreme.step.step import Step
-from polyreme.zero.partition import Placement
 
 
 class Gradients:

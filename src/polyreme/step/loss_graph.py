@@ -30,6 +30,20 @@ BY_FREQUENCY = (
 """What is wrong with `scale_grad_by_freq` where a batch is cut."""
 
 
+def refuse_tables(module: nn.Module, parts: int) -> None:
+    """Raise ModelError for tables that their lookups change: each rank would change its own copy, of other
+    rows, and no master would; and for gradients that depend on how the batch is cut, if it is, into
+    `parts`."""
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
+            raise ModelError(f"{name} has max_norm = {each.max_norm}, with which "
+                             "lookups change its weight, on each rank another way: "
+                             "leave max_norm out, and scale what "
+                             "it returns in the model's forward")  # fmt: skip
+        if getattr(each, "scale_grad_by_freq", False) is True and parts > 1:
+            raise ModelError(f"{name or 'the model'} has scale_grad_by_freq = True, {BY_FREQUENCY}")
+
+
 def refuse_by_frequency(roots: Iterable[Tensor]) -> None:
     """Raise ModelError where a lookup anywhere behind `roots` has `scale_grad_by_freq`."""
     if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in _behind(roots)):

@@ -1,5 +1,6 @@
 """Whether the copies of parameters that several ranks have, over tensor parallelism or because stages of a
-pipeline share them, still have the same numbers. (Of those over data parallelism see `zero.full_parameters`.)
+pipeline share them, still have the same numbers. (Of those over data parallelism see
+`placement.full_parameters`.)
 
 Invariant: all ranks look at the same steps: the first ones, and then every `EVERY`-th. A difference of more
 than rounding raises the same error on every rank.
@@ -19,8 +20,8 @@ from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import ModelError, named
 from polyreme.layout.bucket_layout import Slot
 from polyreme.layout.intervals import overlap
+from polyreme.placement.placement import Placement
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.partition import Placement
 
 FIRST, EVERY = 3, 100
 """Steps that look at the numbers with which they began."""

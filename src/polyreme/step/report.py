@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from polyreme.planner import memory_model
+from polyreme.placement import memory_model
 from polyreme.step.training import Training
 from polyreme.zero.bucket_memory import live
 

@@ -20,6 +20,8 @@ from polyreme.errors import BatchError, ModelError, warn
 from polyreme.models.buffers import Buffers
 from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
+from polyreme.placement.full_parameters import Written
+from polyreme.placement.placement import Placement
 from polyreme.step import given_gradients
 from polyreme.step.accumulation import keep_adding, make_room
 from polyreme.step.loss_graph import refuse_by_frequency
@@ -30,10 +32,8 @@ from polyreme.step.replicas import looks
 from polyreme.step.totals import Flags, StepSums, power_of_two
 from polyreme.tensor.gradient_states import GradientStates
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.full_parameters import Written
 from polyreme.zero.gather import Blocks
 from polyreme.zero.parameter import own
-from polyreme.zero.partition import Placement
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.updates import Updates
 

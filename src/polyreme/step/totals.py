@@ -18,10 +18,10 @@ from torch import Tensor
 from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.optim.options import Options
+from polyreme.placement.full_parameters import Written
 from polyreme.step.like_options import compare, fingerprint
 from polyreme.step.precision import norm_of
 from polyreme.step.replicas import Replicas
-from polyreme.zero.full_parameters import Written
 
 
 @dataclass(frozen=True)

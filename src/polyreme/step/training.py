@@ -21,13 +21,16 @@ from polyreme.optim.groups import Recipe, recipe, refuse_foreign
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.optim.options import Options
 from polyreme.pipeline.rank import PipelineRank
+from polyreme.placement.build import Built
+from polyreme.placement.placement import Placement
+from polyreme.placement.refresh import carry
 from polyreme.step import given_gradients, grad_scaler, other_optimizers
 from polyreme.step.accumulation import each_time
-from polyreme.step.build import Built
 from polyreme.step.engine_context import EngineContext
 from polyreme.step.engine_state import EngineContents, Loaded, adapters, adapters_alone, content, restore
 from polyreme.step.fit import FirstBatch
 from polyreme.step.loss import Objective
+from polyreme.step.loss_graph import refuse_tables
 from polyreme.step.passes import Passes
 from polyreme.step.precision import loss_scale
 from polyreme.step.progress import TrainingProgress
@@ -40,9 +43,7 @@ from polyreme.tensor.states import PART, WHOLE
 from polyreme.zero.changes import Roster
 from polyreme.zero.gather import Blocks
 from polyreme.zero.parameter import disown
-from polyreme.zero.partition import Placement
 from polyreme.zero.reduce import Reducer
-from polyreme.zero.refresh import carry
 from polyreme.zero.sleep import Sleep
 from polyreme.zero.updates import Updates
 
@@ -77,7 +78,9 @@ class Training:
         zero, complete = config.zero, self._reducer.complete
         self.blocks = Blocks(module, placement.root, placement.units, zero.prefetch, zero.release, complete)
         formats = config.optimizer.states
-        self.updates = Updates(placement, made.groups, None if formats == "fp32" else formats)
+        self.updates = Updates(
+            placement.trainable, placement.offload, made.groups, None if formats == "fp32" else formats
+        )
         led = given if isinstance(given, Optimizer) else None
         self.options = Options(made, LRSchedule(config.lr_schedule), context.scheduler, led)
         sums = _sums(placement, config, mesh, self.pipeline, self.options)
@@ -118,6 +121,7 @@ class Training:
         """The recipe of the model as it is now, the same on all ranks, which must call. Raises ModelError
         where this cannot go on by it."""
         mesh, given = self.context.mesh, self.context.optimizer
+        refuse_tables(module, self.context.config.accumulation * mesh.world_size)
         made = recipe(module, self.context.config.optimizer, given)
         refuse_foreign(module, given, self.options.parameters)
         given_gradients.refuse_older(module, made, self.placement)

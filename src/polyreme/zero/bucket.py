@@ -16,46 +16,35 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.distributed import quantized
-from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError
-from polyreme.layout.bucket_layout import BucketLayout, Slot
+from polyreme.layout.bucket_layout import Slot
 from polyreme.layout.intervals import Interval, overlap
 from polyreme.layout.region import MASTER, Stored, fetched
 from polyreme.offload.gradients import OffloadedGradients
 from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import OffloadedStates
 from polyreme.offload.parameters import OffloadedShard
-from polyreme.zero.bucket_gradients import BucketGradients, Microbatches
+from polyreme.zero.bucket_gradients import BucketGradients
+from polyreme.zero.bucket_spec import BucketSpec
 from polyreme.zero.buffer_pool import Pool
-from polyreme.zero.formats import Formats
 from polyreme.zero.parameter import name
 from polyreme.zero.released import guard, leave_block, refuse_transforms, unguard
-from polyreme.zero.residency import Residency
-
-
-def region_of(layout: BucketLayout, axis: Axis, residency: Residency) -> slice:
-    """The part of a bucket's flat buffer whose optimizer states this rank holds."""
-    return (
-        slice(0, layout.size)
-        if residency.states == "full" and axis.size > 1
-        else slice(*layout.shard(axis.rank))
-    )
 
 
 @dataclass(frozen=True)
-class BucketStores:
-    """Where numbers of a bucket are that are not in the device's memory: masters and optimizer states, the
-    shard of the parameters, reduced gradients; and what moves them to the CPU that updates, where that is
-    another device."""
+class BucketMemory:
+    """Where the numbers of a bucket are: `pool`, of the device that computes, lends memory for gradients and
+    shards under way; masters and optimizer states, the shard of the parameters, and reduced gradients may be
+    in stores. transfer: what moves numbers to the CPU that updates, where that is another device."""
 
+    pool: Pool
     states: OffloadedStates | None = None
     shard: OffloadedShard | None = None
     gradients: OffloadedGradients | None = None
     transfer: HostTransfer | None = None
 
 
-IN_MEMORY = BucketStores()
 Kind = Literal["params", "masters", "states", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """What of a bucket may be away from the device between steps (`zero.sleep`)."""
@@ -68,40 +57,21 @@ ASLEEP = (
 class Bucket:
     """The parameters of one block (or a part of one), of one dtype, all trainable or all frozen.
 
-    `parameters[i]` belongs to `layout.slots[i]`. `region` is the part of the flat buffer whose optimizer
-    states this rank holds (everything at stage 0, its shard otherwise); `grad` (reduce dtype) covers it, and
-    so does `master` (master dtype), where it is on the device, or `offloaded_states`."""
+    `parameters[i]` belongs to `layout.slots[i]`. `grad` (reduce dtype) covers `region`, the part of the flat
+    buffer whose optimizer states this rank holds, and so does `master` (master dtype), where it is on the
+    device, or `offloaded_states`."""
 
-    stages: tuple[int, ...] = (0,)
-    """The pipeline stages that use the bucket."""
-    tie: Axis | None = None
-    """The ranks of the pipeline that have a copy of this bucket, if others do."""
-
-    def __init__(
-        self,
-        layout: BucketLayout,
-        parameters: Sequence[nn.Parameter],
-        axis: Axis,
-        residency: Residency,
-        formats: Formats,
-        pool: Pool,
-        microbatches: Microbatches | None = "one",
-        stores: BucketStores = IN_MEMORY,
-    ) -> None:
-        """`microbatches`: None for frozen parameters. `pool` is of the device that computes."""
-        self._offloaded, self.offloaded_states = stores.shard, stores.states
-        if axis.size == 1:  # its shard is the whole
-            residency = Residency("full" if self._offloaded is None else "shard", "full", "shard")
-        self.layout, self.parameters, self.axis = layout, list(parameters), axis
-        self.residency, self.formats = residency, formats
-        self.trainable, self.device = microbatches is not None, pool.device
-        self.transfer = stores.transfer if self.offloaded_states is not None else None
+    def __init__(self, spec: BucketSpec, parameters: Sequence[nn.Parameter], memory: BucketMemory) -> None:
+        layout, axis, formats = spec.layout, spec.axis, spec.formats
+        self.spec, self.layout, self.axis, self.formats = spec, layout, axis, formats
+        self.parameters, self.residency, self.trainable = list(parameters), spec.residency, spec.trainable
+        self.stages, self.tie = spec.stages, spec.tie
+        self.own, self.region, self.sharded = spec.own, spec.region, spec.residency.params == "shard"
+        self._pool, self.device = memory.pool, memory.pool.device
+        self._offloaded, self.offloaded_states = memory.shard, memory.states
+        self.transfer = memory.transfer
         """The transfer to the CPU that updates this bucket, where that is another device."""
-        self.sharded = residency.params == "shard"
-        self.own = slice(*layout.shard(axis.rank))
         self._of = f" of {layout.slots[0].name} ..."
-        self.region = region_of(layout, axis, residency)
-        self._pool = pool
         self._state: Literal["full", "fetching", "gathering", "released"] = "full"
         self._here: Tensor | None = None  # the shard, which came to be gathered
         self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
@@ -111,11 +81,11 @@ class Bucket:
         """What is away from the device."""
         self._allocate()
         name(self.parameters, (slot.name for slot in layout.slots))
-        sharded = residency.grads == "shard"
+        sharded = spec.residency.grads == "shard"
         self.gradients = BucketGradients(
-            layout, self.parameters, axis, self.region, sharded, formats, pool, microbatches
+            layout, self.parameters, axis, self.region, sharded, formats, memory.pool, spec.microbatches
         )
-        self.gradients.store = stores.gradients
+        self.gradients.store, self.gradients.counted = memory.gradients, spec.mask(self.device)
 
     def _allocate(self) -> None:
         """Make the parameters views of a flat buffer, and the shard and the master that stay."""

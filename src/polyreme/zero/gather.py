@@ -12,7 +12,7 @@ once in forward and once in backward, so that stage 3 moves exactly 3Ψ(n-1)/n."
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 from weakref import ref
@@ -38,7 +38,7 @@ class Unit:
 
     name: str
     modules: Sequence[nn.Module]
-    buckets: list[Bucket] = field(default_factory=list)
+    buckets: Sequence[Bucket]
     pinned: bool = False  # stays gathered like the root: its parameters are used outside its modules
 
     @property

@@ -4,7 +4,7 @@ Communication: where any of it is in host memory, one exchange of what ranks nee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,21 +15,24 @@ from polyreme.offload.gradients import OffloadedGradients
 from polyreme.offload.host import pools, refuse_more
 from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import OffloadedStates
+from polyreme.offload.parameters import OffloadedShard
 from polyreme.offload.store import Store
+from polyreme.optim.groups import Group
 from polyreme.optim.quantized_states import States
+from polyreme.zero.bucket import BucketMemory
 from polyreme.zero.bucket_gradients import Microbatches
+from polyreme.zero.bucket_spec import BucketSpec
+from polyreme.zero.buffer_pool import Pool
 
 
 class OffloadTiers:
-    """What is not in the device's memory: masters and states of `share` of all elements, as near as whole
-    buckets come to it, which are in `store` (`compact`: see OffloadedStates), from which the CPU updates
-    them, and reaches the device by `transfer`; their `gradients`, where those do not stay; and the shards of
-    all `parameters`, where they do not."""
+    """What is not in the device's memory: masters and states, which are in `store` (`compact`: see
+    OffloadedStates), from which the CPU updates them, and reaches the device by `transfer`; their
+    `gradients`, where those do not stay; and the shards of all `parameters`, where they do not."""
 
     def __init__(
         self,
         store: Store | None = None,
-        share: float = 1.0,
         parameters: Store | None = None,
         compact: States | None = None,
         transfer: HostTransfer | None = None,
@@ -38,16 +41,19 @@ class OffloadTiers:
     ) -> None:
         """`gather` returns what every rank gives; all ranks have tiers of the same kinds."""
         self.store, self.parameters, self.compact = store, parameters, compact
-        self.transfer, self.gradients, self._share = transfer, gradients, share
-        self._gather, self._seen, self._taken = gather, 0, 0
+        self.transfer, self.gradients, self._gather = transfer, gradients, gather
 
-    def next(self, elements: int) -> Store | None:
-        """The home of the states of the next bucket, of so many elements; None: the device."""
-        self._seen += elements
-        if self.store is None or self._taken + elements / 2 > self._share * self._seen:
-            return None
-        self._taken += elements
-        return self.store
+    def memory_of(self, spec: BucketSpec, groups: Sequence[Group], pool: Pool) -> BucketMemory:
+        """The memory of a bucket, with its extents in the stores. groups: those of the optimizer."""
+        states = shard = gradients = transfer = None
+        if "states" in spec.offloaded and self.store is not None:
+            master, transfer = spec.formats.master, self.transfer
+            states = OffloadedStates(spec.layout, spec.region, groups, master, self.store, self.compact)
+            if "gradients" in spec.offloaded and spec.microbatches is not None:
+                gradients = self.gradients_of(states, spec.region, spec.formats.reduce, spec.microbatches)
+        if "params" in spec.offloaded and self.parameters is not None:
+            shard = OffloadedShard(self.parameters, spec.layout.shard_size, spec.formats.compute)
+        return BucketMemory(pool, states, shard, gradients, transfer)
 
     def gradients_of(
         self, states: OffloadedStates, region: slice, dtype: torch.dtype, microbatches: Microbatches

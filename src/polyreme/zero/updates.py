@@ -11,17 +11,24 @@ from polyreme.offload.store import Stream
 from polyreme.optim.groups import Group
 from polyreme.optim.quantized_states import States
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.partition import Placement
+from polyreme.zero.offload_tiers import OffloadTiers
 from polyreme.zero.sharded_optimizer import Update
 
 
 class Updates:
-    """Updates every trainable bucket of a placement, one after the other."""
+    """Updates trainable `buckets`, one after the other."""
 
-    def __init__(self, placement: Placement, groups: Sequence[Group], compact: States | None) -> None:
-        """`groups` are those of the optimizer, `compact` is how its moments are kept (see `Update`)."""
-        self._updates = [Update(bucket, groups, compact) for bucket in placement.trainable]
-        self._offload = placement.offload
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        offload: OffloadTiers,
+        groups: Sequence[Group],
+        compact: States | None,
+    ) -> None:
+        """`offload` has what of them is in stores. `groups` are those of the optimizer, `compact` is how its
+        moments are kept (see `Update`)."""
+        self._updates = [Update(bucket, groups, compact) for bucket in buckets]
+        self._offload = offload
         self._states: Stream | None = None
         self._gradients: Stream | None = None
 

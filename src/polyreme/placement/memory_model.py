@@ -15,10 +15,10 @@ import torch
 
 from polyreme.files.direct_io import padded
 from polyreme.offload.file import WRITING
+from polyreme.placement.placement import Placement
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.bucket_memory import borrows, coming, staying
 from polyreme.zero.buffer_pool import Buffers
-from polyreme.zero.partition import Placement
 from polyreme.zero.reduce import IN_FLIGHT
 
 

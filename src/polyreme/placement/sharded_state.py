@@ -16,8 +16,8 @@ from polyreme.errors import CheckpointError
 from polyreme.layout.bucket_layout import Cut, Range, Slot
 from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER, MODEL, Region, Stored, part_of
+from polyreme.placement.placement import Placement
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.partition import Placement
 from polyreme.zero.sharded_optimizer import Update
 
 

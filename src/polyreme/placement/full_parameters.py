@@ -21,8 +21,8 @@ from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import ALIGN, align
 from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER
+from polyreme.placement.placement import Placement
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.partition import Placement
 
 FIRST = {"loss": 0, "tp": 0, "pp": 0}
 """The place of the first rank."""

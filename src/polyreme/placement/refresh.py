@@ -17,10 +17,10 @@ from torch import Tensor
 
 from polyreme.errors import ModelError
 from polyreme.layout.region import MASTER, Region, fetched
+from polyreme.placement.placement import Placement
+from polyreme.placement.sharded_state import frozen, masters, numbers, states
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.partition import Placement
 from polyreme.zero.sharded_optimizer import Update
-from polyreme.zero.sharded_state import frozen, masters, numbers, states
 
 
 def refuse_own_shapes(updates: Sequence[Update]) -> None:

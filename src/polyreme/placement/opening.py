@@ -1,0 +1,145 @@
+"""The model that a user gave: a module, a function, layers or a directory, made ready to be divided.
+
+Invariant: a model given as a function is never whole on a rank, but recorded. Communication: of layers that
+are modules, their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyreme.checkpoint.formats.huggingface import Directory
+from polyreme.checkpoint.load import lacks, unused
+from polyreme.config.schema import ModelSection
+from polyreme.deferred_init.replay import Recording, record
+from polyreme.distributed.mesh import Axis, Mesh
+from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem, named, warn
+from polyreme.models import huggingface, peft
+from polyreme.models.wrappers import unwrap
+from polyreme.pipeline.partition import layers
+from polyreme.zero.divided import make_whole, shaped
+
+Layer = nn.Module | Callable[[], nn.Module]
+Model = Layer | Sequence[Layer] | str | Path
+"""What `polyreme.initialize` takes."""
+
+
+def open_model(
+    given: Model, section: ModelSection, seed: int, mesh: Mesh
+) -> tuple[nn.Module, Recording | None, Path | None]:
+    """The model in training mode; how to make its numbers, if it is on the meta device, as what builds it was
+    given; and the directory from which its weights will be read, if they are not in it yet."""
+    weights: Path | None = None
+    if isinstance(given, str | Path):
+        module, recording, weights = _from_directory(Path(given), section, seed)
+    else:
+        module, recording = _given(given, seed, mesh)
+        peft.refuse_bare_base(module)
+        if not module.training:  # `from_pretrained` returns it so
+            module.train()
+    huggingface.refuse_unsavable(module)
+    return module, recording, weights
+
+
+def _from_directory(
+    path: Path, section: ModelSection, seed: int
+) -> tuple[nn.Module, Recording | None, Path | None]:
+    """The model of a Hugging Face directory: to be read by ranges where its tensors are the model's, name by
+    name; otherwise transformers reads, renames and converts them, whole on every rank, but never what our
+    reader refused."""
+    trust, allowed = section.trust_remote_code, section.allow_unused
+    recording, reason = None, ""
+    peft.refuse_adapter(path)
+    try:
+        recording = record(lambda: huggingface.shell(str(path), trust), seed)
+    except ModelError as error:  # transformers tells what is wrong, or can do it
+        reason = str(error)
+    try:
+        source = Directory(path)
+    except CheckpointError as error:
+        raise ConfigError([Problem("model.path", str(path), f"its weights cannot be loaded: {error}",
+                                   "give a directory that save_pretrained "
+                                   "wrote, or model.config to start anew")]) from error  # fmt: skip
+    if recording is not None:
+        if not (missing := lacks(source, recording.module)):
+            others = unused(source, recording.module)
+            huggingface.refuse_unused(str(path), recording.module, others, allowed)
+            return recording.module, recording, path
+        reason = f"its files do not have {named(missing, 3)} as the model does"
+    with torch.random.fork_rng([]):  # what may be missing is new
+        torch.manual_seed(seed)
+        model = huggingface.build(
+            str(path), None, trust, allow_missing=section.allow_missing, allow_unused=allowed
+        ).train()
+    gib = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**30
+    warn(
+        f"{path} is read whole by every rank, into {gib:.3g} GiB of host memory each, because {reason}: "
+        "transformers renames and converts it. engine.save writes a directory that is read in parts"
+    )
+    return model, None, None
+
+
+def _given(given: Layer | Sequence[Layer], seed: int, mesh: Mesh) -> tuple[nn.Module, Recording | None]:
+    model = given
+    if isinstance(model, Sequence) and not isinstance(model, nn.Module):
+        built = nn.ModuleList(layer for layer in model if isinstance(layer, nn.Module))
+        model = layers(model)
+        if not isinstance(model, nn.Module):  # these are copied into the recording
+            take_from_rank_0([*built.parameters(), *built.buffers()], mesh.device, mesh.world)
+    if isinstance(model, nn.Module):
+        give_shapes(model, mesh)
+        if mesh.pp.size == 1:  # other stages of a pipeline may have them: `build` looks
+            _refuse_meta(model)
+        _refuse_inference(model)
+        return unwrap(model), None
+    if not callable(model):
+        raise ModelError(f"the model is a {type(model).__name__}: give initialize() "
+                         "a torch.nn.Module, a function that builds one, a "
+                         "list of layers, or the path of a Hugging Face directory")  # fmt: skip
+    recording = record(lambda: _plain(model()), seed)
+    return recording.module, recording
+
+
+def give_shapes(model: nn.Module, mesh: Mesh) -> None:
+    """Have parameters that were divided as they were made, over all ranks, be of their whole shapes; and
+    whole, to be shared out anew, where ranks have different parts of the model. All ranks must call."""
+    (shaped if mesh.data.size == mesh.world_size else make_whole)(model.parameters())
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    if empty := without_numbers(model):
+        raise ModelError(
+            f"{empty[0]} is on the meta device, without numbers: give initialize() the function that builds "
+            "the model"
+        )
+
+
+def _refuse_inference(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise ModelError(
+                f"{name} was made inside torch.inference_mode(), and autograd takes no such tensor: build "
+                "the model outside of it, or under torch.no_grad()"
+            )
+
+
+def _plain(built: Any) -> Any:
+    return unwrap(built) if isinstance(built, nn.Module) else built
+
+
+def without_numbers(module: nn.Module) -> list[str]:
+    """Names of the parameters and buffers that are on the meta device."""
+    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+
+
+def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, ranks: Axis) -> None:
+    """Give `tensors`, where they are, the numbers of the first of `ranks`, sent from and to `device`. Those
+    that are not contiguous become so."""
+    for tensor in tensors if ranks.size > 1 else ():
+        numbers = tensor.data.to(device).contiguous()
+        ranks.broadcast(numbers)
+        tensor.data = numbers.to(tensor.device)

@@ -1,0 +1,69 @@
+"""What each package needs to know of a run, in its own records: the one place, below the engine, that reads
+`Config`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from polyreme.config import Config
+from polyreme.deferred_init.replay import Recording
+from polyreme.distributed.mesh import Mesh
+from polyreme.optim.groups import Recipe
+from polyreme.placement.opening import Model, open_model
+from polyreme.placement.settings import PlacementSettings
+from polyreme.step.accumulation import added, reduced_format
+from polyreme.step.loss import LossFn, Objective
+from polyreme.step.loss_graph import refuse_tables
+from polyreme.step.precision import DTYPES, cast_floating, master_dtype, warn_of_default
+from polyreme.zero.bucket_gradients import Microbatches
+from polyreme.zero.formats import Formats
+
+
+def opened(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None, Path | None]:
+    """The model that a user gave, as `open_model` says. Raises ModelError for tables that cannot be trained,
+    and warns of a format that nobody asked for."""
+    found = open_model(given, config.model, config.seed, mesh)
+    refuse_tables(found[0], config.accumulation * mesh.world_size)
+    if config.origins["precision.compute"] == "default":
+        warn_of_default(found[0], config.precision.compute)
+    return found
+
+
+def placement_settings(config: Config, mesh: Mesh) -> PlacementSettings:
+    """How a model is placed, for a resolved config."""
+    dtype, section = DTYPES[config.precision.compute], config.mesh
+    microbatches: Microbatches = added(config, mesh.loss.size) if config.accumulation > 1 else "one"
+    reduce = reduced_format(config, mesh.world_size, microbatches)
+    local = reduce if microbatches == "added" else dtype
+    return PlacementSettings(
+        mesh.device,
+        Formats(dtype, master_dtype(dtype), reduce, local, config.zero.quantized_weights),
+        config.zero,
+        config.memory,
+        microbatches,
+        None if config.optimizer.states == "fp32" else config.optimizer.states,
+        config.pipeline.blocks,
+        (int(config.batch.micro), config.data.sequence),
+        section.tp_plan,
+        section.sequence_parallel,
+    )
+
+
+def objective(
+    module: nn.Module, loss_fn: LossFn | None, made: Recipe, config: Config, mesh: Mesh
+) -> Objective:
+    """What calls the model, and reads its loss as the config weights it."""
+    dtype = DTYPES[config.precision.compute]
+    # a model of several dtypes converts between them itself
+    wanted = dtype if {*made.own_dtypes.values()} <= {dtype} else None
+    return Objective(
+        module,
+        loss_fn,
+        partial(cast_floating, dtype=wanted),
+        is_split=config.accumulation * mesh.loss.size > 1,
+        share=1 / config.accumulation if config.batch.mean == "ranks" else None,
+        tells=mesh.loss.rank == 0 and mesh.tp.rank == 0,
+    )
