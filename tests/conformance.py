@@ -15,6 +15,8 @@ from polyreme.distributed import mesh
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.distributed.shared_memory import heap
 from polyreme.distributed.simulated import Simulated
+from polyreme.distributed.world import current
+from polyreme.errors import TransportError
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -39,6 +41,27 @@ def axis_over(kind: str, rank: int, world: int, timeout: float = 600.0) -> Axis:
 def alike(size: int, dtype: torch.dtype) -> Tensor:
     """What every rank gives: whole numbers, whose sums are exact whatever the order."""
     return torch.arange(size, dtype=torch.float64).remainder(7).to(dtype)
+
+
+def breaks_off(rank: int, world: int, kind: str, told: bool = True) -> None:
+    """The first rank breaks off what the last one never comes to; others hear of it where they are `told`,
+    and break it off themselves where not."""
+    axis = axis_over(kind, rank, world)
+    axis.barrier()
+    if rank == world - 1:
+        if told:
+            with pytest.raises(TransportError, match=r"receive over dp.* failed, because"):
+                axis.receive(torch.ones(1), 0).wait()
+        axis.backend.abort("breaks off a test")
+    else:
+        work = axis.all_reduce(torch.ones(3))
+        if rank == 0 or not told:
+            axis.backend.abort("breaks off a test")
+        for use in (work.wait, work.settle, axis.barrier):
+            with pytest.raises(TransportError, match=r"all-reduce over dp.* failed, because"):
+                use()
+    axis.backend.close()
+    current().close()
 
 
 def conforms(rank: int, world: int, kind: str) -> None:

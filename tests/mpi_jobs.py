@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conformance import conforms
+from conformance import breaks_off, conforms
 from polyreme.distributed import gloo_direct
 from polyreme.distributed.across_hosts import AcrossHosts
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.distributed.mpi_group import MpiGroup
+from polyreme.distributed.process_group import groups
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 SUMS = (
@@ -129,6 +130,13 @@ def messages(rank: int, world: int) -> None:
     alone = [dist.new_group([each]) for each in range(world)][rank]
     dist.all_reduce(number := torch.full((50_000,), 2.5), group=alone)
     assert number.eq(2.5).all()
+
+
+def ended(rank: int, world: int, kind: str) -> None:
+    """What a backend over MPI breaks off, and others that can hear of it."""
+    groups().opened = False  # the process group stays, for backends of other kinds
+    assert dist.get_backend() == "cpu:mpi"
+    breaks_off(rank, world, kind, kind == "shared memory")
 
 
 def goes_on(rank: int, world: int) -> None:

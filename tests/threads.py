@@ -27,7 +27,7 @@ from polyreme.distributed import mesh
 from polyreme.distributed import world as worlds
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.sums import put, sum_into
-from polyreme.distributed.work import DONE, Work
+from polyreme.distributed.work import DONE, Work, reporting
 from polyreme.errors import TransportError
 from polyreme.optim import sparse_rows
 from polyreme.pipeline import weight_gradients
@@ -102,6 +102,7 @@ class World:
         self.exchanges: dict[tuple[Any, ...], Exchange] = {}
         self.messages: dict[tuple[Any, ...], deque[Message]] = defaultdict(deque)
         self.opened: dict[tuple[Any, ...], int] = defaultdict(int)  # backends, by group and rank
+        self.broken: dict[tuple[Any, ...], str] = {}  # why nothing is done by backends any more
         self._why = ""  # nothing more can come
         self._over = False  # nobody waits for results any more
         self._turns = [threading.Event() for _ in range(size)]
@@ -228,18 +229,26 @@ class Threads:
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         return (self._size - 1) * nbytes
 
+    def abort(self, why: str) -> None:
+        self._world.broken[self._key] = f"rank {self._rank} {why}"
+
+    def close(self) -> None:
+        """Nothing: the world has all."""
+
     def _begin(self, what: str, mine: Any, finish: Callable[[Sequence[Any]], None]) -> Work:
         """`finish` is called with what all ranks gave, in rank order."""
         key, everyone = (*self._key, self._begun), range(self._size)
         what = f"{what} over {self._axis}"
         self._begun += 1
+        with reporting(what):
+            self._wait(lambda: True, what)
         exchange = self._world.exchanges.setdefault(key, Exchange(what))
         if exchange.what != what:
             raise TransportError(f"{what} failed, because another rank began {exchange.what} in its place")
         exchange.given[self._rank] = mine
 
         def complete() -> None:
-            self._world.wait(lambda: len(exchange.given) == self._size, what)
+            self._wait(lambda: len(exchange.given) == self._size, what)
             finish([exchange.given[rank] for rank in everyone])
             exchange.read.add(self._rank)
             if len(exchange.read) == self._size:
@@ -247,7 +256,7 @@ class Threads:
 
         def settled(block: bool) -> bool:
             if block:
-                self._world.wait(lambda: len(exchange.read) == self._size, what)
+                self._wait(lambda: len(exchange.read) == self._size, what)
             return len(exchange.read) == self._size
 
         return Work((), complete, what, settled)
@@ -265,7 +274,13 @@ class Threads:
             other.met = True
             return DONE
         posted.append(mine := Message(tensor, sent))
-        return Work((), lambda: self._world.wait(lambda: mine.met, what), what)
+        return Work((), lambda: self._wait(lambda: mine.met, what), what)
+
+    def _wait(self, until: Callable[[], bool], what: str) -> None:
+        broken = self._world.broken
+        self._world.wait(lambda: self._key in broken or until(), what)
+        if self._key in broken:
+            raise TransportError(broken[self._key])
 
 
 class Groups:

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import threads
-from conformance import axis_over, conforms
+from conformance import axis_over, breaks_off, conforms
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.shared_memory import heap
 from polyreme.distributed.simulated import Simulated
@@ -27,6 +27,12 @@ def test_a_backend_keeps_to_its_contract(ranks: Ranks, world: int, kind: str) ->
             conforms(rank, world, kind)
     else:
         (threads.run if kind == "threads" else ranks)(world, conforms, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_is_under_way_can_be_broken_off(ranks: Ranks, world: int, kind: str) -> None:
+    (threads.run if kind == "threads" else ranks)(world, breaks_off, kind, kind != "process group")
 
 
 def gives_to_each(rank: int, world: int, kind: str) -> None:

@@ -20,7 +20,7 @@ import mpirun
 from conformance import conforms
 from cover import cover
 from examples import ALL, whole
-from mpi_jobs import data_parallel, fully_sharded, gathers, goes_on, messages, on_hosts, scatters, sums
+from mpi_jobs import data_parallel, ended, fully_sharded, gathers, goes_on, messages, on_hosts, scatters, sums
 from mpirun import Failed, Job
 from polyreme.distributed import mpi, mpi_group
 from polyreme.errors import LaunchError, TransportError
@@ -72,6 +72,16 @@ def test_torchs_functions_do_what_they_say(answers: Mapping[str, Any], name: str
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backend_over_mpi_keeps_to_its_contract(answers: Mapping[str, Any], kind: str) -> None:
     passed(answers, kind)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_is_under_way_over_mpi_can_be_broken_off(library: str, tmp_path: Path) -> None:
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    # MPI is not ended afterwards, which its mpirun may not like
+    answers = mpirun.run(library, 2, {kind: (ended, (kind,)) for kind in KINDS}, tmp_path)
+    for kind in KINDS:
+        passed(answers, kind)
 
 
 def test_hosts_send_each_other_little_and_sum_as_one(answers: Mapping[str, Any]) -> None:

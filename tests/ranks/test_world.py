@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import polyreme
+from conformance import axis_over
 from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.process_group import close
 from polyreme.distributed.watch import Watch
@@ -195,6 +197,46 @@ def test_ranks_go_on_without_one_that_left(ranks: Ranks, tmp_path: Path) -> None
     assert all("rank 2" in said for said, _, _ in answers[:2]), answers
     assert [found for _, _, found in answers] == [True] * 3
     assert max(loss for _, loss, _ in answers) - min(loss for _, loss, _ in answers) < 1e-12
+
+
+def ended_meanwhile(rank: int, world: int, kind: str, by: str) -> None:
+    """What a thread waits for when its world is aborted or closed."""
+    current().close()
+    before, said = left(), list[str]()
+    axis = axis_over(kind, rank, world)
+
+    def wait() -> None:
+        with pytest.raises(TransportError) as error:
+            axis.barrier()
+        said.append(str(error.value))
+
+    if rank == 0:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.2)  # whether it has begun or not
+        if by == "abort":
+            current().abort("a test ends it")
+        began = time.monotonic()
+        current().close()
+        waiting.join(60)
+        assert time.monotonic() - began < 20  # and not the timeout of operations
+        why = "this process broke off .*, because a test ends it" if by == "abort" else "has closed the world"
+        assert re.search(f"all-reduce over dp.* failed, because .*{why}", said[0]), said
+        with pytest.raises(TransportError, match="has closed the world"):
+            axis.barrier()
+        assert left() == before
+    dist.barrier()
+    current().close()
+
+
+@pytest.mark.parametrize("by", ["abort", "close"])
+@pytest.mark.parametrize("kind", ["shared memory", "gloo direct"])
+def test_the_end_of_a_world_breaks_off_what_waits(ranks: Ranks, kind: str, by: str) -> None:
+    ranks(2, ended_meanwhile, kind, by)
+
+
+def test_a_world_of_groups_of_torchs_own_can_be_aborted(ranks: Ranks) -> None:
+    ranks(2, ended_meanwhile, "process group", "abort")
 
 
 def closed_afterwards(rank: int, world: int) -> None:

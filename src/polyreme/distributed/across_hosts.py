@@ -102,7 +102,7 @@ class AcrossHosts(GlooDirect):
             for to in board.ranks:
                 board.post(to, first, ready, sign)
             moving = self._to_other_hosts(shard, passed, others, tag)
-        relay = Operation(what, self._passing(moving, passed, exchange), self._mpi.timeout, [shard])
+        relay = self._mpi.operation(what, self._passing(moving, passed, exchange), [shard])
         places = full.chunk(self._size)
 
         def fill(source: int, parts: Tensor) -> None:
@@ -150,7 +150,7 @@ class AcrossHosts(GlooDirect):
         if self._in_parts and tensor.nbytes > LITTLE:
             exchange = self._next(f"all-reduce over {self._axis} ({tensor.numel()} {tensor.dtype})", 0)
             what, number = exchange.what, exchange.number
-            work = Operation(what, self._parted(tensor, exchange.tag), self._mpi.timeout)
+            work = self._mpi.operation(what, self._parted(tensor, exchange.tag))
             return Work([work], what=what, meeting=self.meeting, number=number)
         if not self._in_order or board is None or tensor.nbytes <= LITTLE:
             return super().all_reduce(tensor)
@@ -206,7 +206,7 @@ class AcrossHosts(GlooDirect):
 
     def _pending_of(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
         """One operation: its time is Python's, by far, where messages are small."""
-        return [Operation(what, iter([begun]), self._mpi.timeout, tensors)] if begun else []
+        return [self._mpi.operation(what, iter([begun]), tensors)] if begun else []
 
     def _to_other_hosts(
         self, shard: Tensor, passed: Tensor, others: Sequence[Sequence[int]], tag: int
@@ -240,7 +240,7 @@ class AcrossHosts(GlooDirect):
         with reporting(exchange.what, self.meeting):
             for to in self._board.ranks:
                 self._board.post(to, exchange.notice, ready, exchange.sign)
-            return Operation(exchange.what, self._chain(exchange, ready, sums, found), self._mpi.timeout)
+            return self._mpi.operation(exchange.what, self._chain(exchange, ready, sums, found))
 
     def _chain(
         self, exchange: Exchange, ready: Tensor, sums: Sequence[ChainSum], found: Tensor | None

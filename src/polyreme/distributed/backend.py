@@ -58,3 +58,13 @@ class Backend(Protocol):
 
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         """What this rank sends to all-reduce a tensor of `nbytes` bytes."""
+
+    def abort(self, why: str) -> None:
+        """Break off every operation that is under way or waits in this process, in whichever thread, and with
+        them those of other backends of the same group: each raises TransportError, which says what it was,
+        within a second. So does every later one. Other ranks that wait for this one hear that it `why`, at
+        once where they read its memory or are connected to it."""
+
+    def close(self) -> None:
+        """Let go of memory that is shared, and of what is connected; the group is its world's. Nothing is
+        begun any more."""

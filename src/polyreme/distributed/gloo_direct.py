@@ -102,6 +102,20 @@ class GlooDirect:
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         return (self._size - 1) * nbytes
 
+    def abort(self, why: str) -> None:
+        """Others hear of it by the connections of gloo and the memory of a host; those that only MPI connects
+        to this rank hear where they look for it, after `Watch.patience`. MPI itself keeps what it has begun,
+        with its tensors."""
+        self.meeting.abort(f"this process {why}")
+        for board in self._boards():
+            board.abort(self.meeting.broken)
+
+    def close(self) -> None:
+        for board in self._boards():
+            board.close()
+        self._board = self._mail = None
+        self._staged.clear()
+
     def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
         shards = full.chunk(self._size)
 
@@ -198,6 +212,9 @@ class GlooDirect:
             mail.acknowledge(source, number)
 
         return Work((), complete, what, meeting=self.meeting)
+
+    def _boards(self) -> Sequence[Board]:
+        return [board for board in (self._board, self._mail) if board is not None]
 
     def _begin(
         self,

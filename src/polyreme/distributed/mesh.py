@@ -41,7 +41,7 @@ from polyreme.distributed.simulated import Simulated
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import Watch
 from polyreme.distributed.work import DONE, Work
-from polyreme.distributed.world import CLOSED, current
+from polyreme.distributed.world import CLOSED, Part, current
 from polyreme.errors import ModelError, TransportError
 from polyreme.files.machine import boot
 from polyreme.layout.mesh_axes import AXES, ROLES, lines
@@ -445,16 +445,21 @@ def _axis(
     return axis
 
 
-class Opened:
+class Opened(Part):
     """The axes of a world that move tensors."""
 
     def __init__(self) -> None:
         self.axes = WeakSet[Axis]()
 
+    def abort(self, why: str) -> None:
+        for axis in [*self.axes]:
+            axis.backend.abort(why)
+
     def close(self) -> None:
         """Have them move nothing any more, nor hold what they did it with: engines that are closed, too, have
         their axes."""
-        for axis in self.axes:
+        for axis in [*self.axes]:
+            axis.backend.close()
             axis.backend = _Closed()  # type: ignore[assignment]
 
 

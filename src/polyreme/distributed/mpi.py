@@ -198,10 +198,17 @@ class Operation(dist.Work):
     its future's."""
 
     def __init__(
-        self, what: str, steps: Iterator[Step], timeout: timedelta, results: Sequence[Tensor] = ()
+        self,
+        what: str,
+        steps: Iterator[Step],
+        timeout: timedelta,
+        results: Sequence[Tensor] = (),
+        group: object = None,
     ) -> None:
+        """One of a `group`, with which it can be broken off."""
         super().__init__()
         self._what, self._steps, self._timeout, self._results = what, steps, timeout, list(results)
+        self.group = group
         self._until: Step = ()
         self.done = False
         self.error: BaseException | None = None
@@ -226,10 +233,11 @@ class Operation(dist.Work):
 
     def _give_up(self, after: timedelta) -> None:
         """Fail; what MPI may still write to stays alive."""
+        self.fail(f"did not end within {after.total_seconds():g} s: a rank ended or is late")
+
+    def fail(self, why: str) -> None:
         PROGRESS.failed = True
-        self.error = self.error or TransportError(
-            f"{self._what} did not end within {after.total_seconds():g} s: a rank ended or is late"
-        )
+        self.error = self.error or TransportError(f"{self._what} {why}")
 
     def tell(self) -> None:
         """Tell who follows the operation by its future that it ended."""
@@ -366,6 +374,7 @@ class _Progress:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way: list[Operation] = []
+        self._broken_off: list[Operation] = []  # whose tensors MPI may still read and write
         self._some = threading.Event()
         self._thread: threading.Thread | None = None
         self.failed = False
@@ -392,6 +401,17 @@ class _Progress:
             self._under_way = [each for each in under_way if not each.advance()]
         for each in under_way:
             each.tell()  # without the lock: who hears of it may begin others
+
+    def abort(self, group: object) -> None:
+        """Break off the operations of a group. MPI goes on with them, as it has no way to end those that
+        others take part in; nobody looks for their end any more."""
+        with self._lock:
+            ours = [each for each in self._under_way if each.group is group]
+            self._under_way = [each for each in self._under_way if each.group is not group]
+            self._broken_off += ours
+        for each in ours:
+            each.fail("was broken off")
+            each.tell()
 
     def _run(self) -> None:
         last = 0.0

@@ -43,6 +43,7 @@ class MpiGroup(_ProcessGroup):
         self._own = comm.Dup()  # for messages of exchanges, whose tags are their numbers
         self._begun, self._tags = 0, comm.Get_attr(library().TAG_UB) + 1
         self._name = self._description = ""
+        self._aborted = False
 
     # ---- of one tensor
 
@@ -193,6 +194,11 @@ class MpiGroup(_ProcessGroup):
     def setGroupDesc(self, description: str) -> None:
         self._description = description
 
+    def abort(self) -> None:
+        """Break off the operations under way in this process, as `_Progress.abort` says; later ones raise."""
+        self._aborted = True
+        PROGRESS.abort(self)
+
     def shutdown(self) -> None:
         """Let go of the communicators, which MPI has few of; not where an operation failed."""
         if self._comm is not None and not PROGRESS.failed and not library().Is_finalized():
@@ -230,7 +236,19 @@ class MpiGroup(_ProcessGroup):
                 )
         asked: timedelta | None = getattr(opts, "timeout", None)
         timeout = asked if asked is not None and asked > timedelta(0) else self.timeout
-        return Operation(f"{what} over MPI", _concurrently(steps), timeout, tensors)
+        return self.operation(f"{what} over MPI", _concurrently(steps), tensors, timeout)
+
+    def operation(
+        self,
+        what: str,
+        steps: Iterator[Step],
+        results: Sequence[Tensor] = (),
+        timeout: timedelta | None = None,
+    ) -> Operation:
+        """Begin one of the group, with its own timeout unless another is given."""
+        if self._aborted:
+            raise TransportError(f"{what} was broken off: this process has aborted the group")
+        return Operation(what, steps, timeout or self.timeout, results, self)
 
     def _exchange(self, parts: Sequence[Tensor], places: Sequence[Tensor]) -> Iterator[Step]:
         """Give every rank its part, and get theirs into places, all flat."""

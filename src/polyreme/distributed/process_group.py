@@ -19,9 +19,9 @@ from polyreme.distributed.failure import speak_for
 from polyreme.distributed.meeting import INTERFACES, meet
 from polyreme.distributed.mpi_group import MpiGroup
 from polyreme.distributed.sums import put, sum_into
-from polyreme.distributed.watch import Watch
+from polyreme.distributed.watch import Watch, break_off
 from polyreme.distributed.work import Work, reporting
-from polyreme.distributed.world import current
+from polyreme.distributed.world import Part, current
 from polyreme.errors import TransportError
 
 
@@ -93,6 +93,14 @@ class ProcessGroup:
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # the user's may be on, and the tensor is written to after it
             return torch.empty(size, dtype=dtype, device=device)
+
+    def abort(self, why: str) -> None:
+        """Others hear of it only where their own part of an operation is to come from this rank, and not over
+        MPI: each rank has to break off its own."""
+        break_off(self._group)
+
+    def close(self) -> None:
+        """Nothing: the group has all."""
 
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         return 2 * (self._size - 1) * nbytes // self._size
@@ -239,7 +247,7 @@ def _device() -> torch.device:
     return torch.device("cuda", local)
 
 
-class Groups:
+class Groups(Part):
     """The groups that meshes of a world made, by their ranks: a second engine talks over the first one's
     connections and threads. `opened` says that the process group they are of is Polyreme's own."""
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from polyreme.distributed.watch import NO_ENGINE, MessageError, Watch
-from polyreme.distributed.world import CLOSED, current
+from polyreme.distributed.world import CLOSED, Part, current
 from polyreme.errors import TransportError
 from polyreme.layout.intervals import round_down, round_up
 
@@ -231,7 +231,10 @@ class Board:
         self.memory, self.offset = heap.reserve(8 * (self._size + 1), again=False)
         words = np.ndarray(self._size + 1, np.int64, self.memory)
         words[-1] = 1
-        weakref.finalize(self, _take_down, words, heap.pid).atexit = False
+        self._broken = ""  # why this rank waits for nothing any more
+        self.close = weakref.finalize(self, _take_down, words, heap.pid)
+        """Have others wait in vain for what this rank has not written yet."""
+        self.close.atexit = False
         self._mine = words[:-1].reshape(self._shape)
         self._others: dict[int, tuple[Peer, np.ndarray, np.ndarray]] = {}
         """The heap, the words and the last word of each rank."""
@@ -245,6 +248,11 @@ class Board:
         """Read the notices of `rank`, whose board lies at `offset` of its heap."""
         words = np.ndarray(self._size + 1, np.int64, other.read(offset, 8 * (self._size + 1)))
         self._others[rank] = other, words[:-1].reshape(self._shape), words[-1:]
+
+    def abort(self, why: str) -> None:
+        """Have nobody wait here any more, in whichever thread, nor others for this rank."""
+        self._broken = why
+        self.close()
 
     def post(self, to: int, exchange: int, buffer: Tensor, sign: int = 0) -> None:
         """Say that `buffer`, which is in the heap or empty, is ready for rank `to`."""
@@ -277,6 +285,7 @@ class Board:
         here, alive = there[0], other.alive()  # looked at before the word, which may be its last act
         if _is_about(int(words[0, self._rank, exchange % RING]), exchange):
             return bool(words[2, self._rank, exchange % RING] == sign)
+        self._refuse_broken()
         if not here or not alive:
             raise TransportError(f"rank {source} of axis {self._axis} {'ended' if here else NO_ENGINE}")
         return False
@@ -310,11 +319,11 @@ class Board:
             word = int(words[kind, self._rank, exchange % RING])
             if _is_about(word, exchange) and (sign is None or words[2, self._rank, exchange % RING] == sign):
                 return word
+            self._refuse_broken()
             if not here:
                 if kind == 1:
                     return 0
                 raise TransportError(f"rank {rank} of axis {self._axis} {NO_ENGINE}")
-            self._watch.check()
             if not alive:
                 raise MessageError(rank, f"rank {rank} of axis {self._axis} ended")
             if now - began > self._timeout:
@@ -326,8 +335,13 @@ class Board:
             else:
                 time.sleep(min((now - began) / 4, 2e-3))
 
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise TransportError(self._broken)
+        self._watch.check()
 
-class Heaps:
+
+class Heaps(Part):
     """The heap of this process, and those of others that it reads, by their tokens."""
 
     def __init__(self) -> None:

@@ -69,3 +69,9 @@ class Simulated:
 
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         return (self._size - 1) * nbytes
+
+    def abort(self, why: str) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        self._sent.clear()

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from polyreme.distributed.failure import LAST
-from polyreme.distributed.world import current
+from polyreme.distributed.world import CLOSED, Part, current
 from polyreme.errors import TransportError, ranks_named
 
 REMEMBERED = 64
@@ -36,6 +36,8 @@ BREAK = (1 << 30) + 1
 ANSWER = 3.0
 """Seconds that the store may take to answer: on a host that was cut off it never does, and has no
 deadline."""
+TELLING = 0.5
+"""Seconds that the store may take to hear why this rank breaks off all, before it does."""
 LOOP = {"train_step", "backward", "step"}
 """The engine's methods that a script calls again and again, and seldom on one rank alone."""
 NO_ENGINE = "has no engine any more"
@@ -57,24 +59,33 @@ class Meeting:
         self.key = f"{self.ranks}#{self.watch.made[self.ranks]}"
         self.begun: deque[tuple[int, str, str]] = deque(maxlen=REMEMBERED)
         """Of each its number, what it is, and the engine's method in which it was begun."""
+        self.broken = ""
+        """Why nothing more is done with these ranks."""
         self.watch.meetings.add(self)
 
     def others(self) -> list[int]:
         mine = dist.get_rank()
         return [rank for rank in self.ranks if rank != mine]
 
-    def leave(self) -> None:
-        """Have every wait for this group's messages fail at once, here and on the others: gloo closes
-        connections after a timeout. One for MPI's messages looks for itself."""
-        if dist.get_backend(self.group) != "gloo":
-            return
-        peer = next(at for at, rank in enumerate(self.ranks) if rank != dist.get_rank())
-        try:
-            dist.irecv(torch.zeros(1), group=self.group, group_src=peer, tag=BREAK).wait(  # type: ignore[union-attr]
+    def abort(self, why: str) -> None:
+        """Break off all operations with these ranks, now and later."""
+        self.broken = self.broken or why
+        break_off(self.group)
+
+
+def break_off(group: dist.ProcessGroup) -> None:
+    """Have every wait for this group's messages fail at once, here and, but for MPI's, on the others: gloo
+    closes connections after a timeout."""
+    if group not in dist.distributed_c10d._world.pg_map:  # the user has destroyed it
+        return
+    with suppress(RuntimeError):
+        if dist.get_backend(group) != "gloo":
+            group.abort()
+        else:
+            peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+            dist.irecv(torch.zeros(1), group=group, group_src=peer, tag=BREAK).wait(  # type: ignore[union-attr]
                 timedelta(milliseconds=1)
             )
-        except RuntimeError:
-            return
 
 
 class MessageError(TransportError):
@@ -109,7 +120,7 @@ class Wait:
     """Ranks that were seen to wait in a circle with this one."""
 
 
-class Watch:
+class Watch(Part):
     """The waits of this process for the ranks of a world. `patience`, `every` and `period` are seconds:
     before others are asked, between two lines of a wait on stderr, and between looks."""
 
@@ -165,20 +176,22 @@ class Watch:
         except Exception as error:
             if not before and self._store is not None and not isinstance(error, TransportError):
                 told = json.dumps([self._calls, f"raised {type(error).__name__}: {error}"])
-                telling = threading.Thread(target=self._raised, args=(told,), daemon=True)
+                telling = threading.Thread(target=self._say, args=("raised", told), daemon=True)
                 telling.start()
                 telling.join(ANSWER)
             raise
         finally:
             self.call = before
 
-    def _raised(self, told: str) -> None:
+    def _say(self, key: str, told: str) -> None:
         with suppress(RuntimeError, ValueError):  # the rank that had the store ended, or the groups did
-            self._store.set(f"raised/{dist.get_rank()}", told)
+            self._store.set(f"{key}/{dist.get_rank()}", told)
 
     @contextmanager
     def waiting(self, meeting: Meeting, what: str, number: int | None) -> Iterator[None]:
         self.check()
+        if meeting.broken:
+            raise TransportError(meeting.broken)
         thread = threading.get_ident()
         self._waits[thread] = Wait(meeting, what, number)
         try:
@@ -198,8 +211,9 @@ class Watch:
             who += f" on {self.hosts[peer]}"
         ours = isinstance(error, TransportError) and peer is None  # it says itself what became of the others
         alone = str(error) if ours else f"{who} ended or cannot be reached: {error}"
-        if self.failure or meeting is None or self._store is None:
-            return self.failure or alone
+        broken = self.failure or (meeting.broken if meeting else "")
+        if broken or meeting is None or self._store is None:
+            return broken or alone
         found: list[str] = []
 
         def ask() -> None:
@@ -266,7 +280,7 @@ class Watch:
         """Break off a long wait, or say that it goes on."""
         try:
             if self.failure:  # found while this wait began
-                wait.meeting.leave()
+                wait.meeting.abort(self.failure)
             else:
                 self._look(wait)
         except RuntimeError as error:  # the rank that had the store ended; what waits for it hears of that
@@ -290,7 +304,7 @@ class Watch:
         if failure:
             self.failure = failure
             self._store.set(f"left/{mine}", f"could not go on with {wait.what}{within(self.call)}: {failure}")
-            wait.meeting.leave()
+            wait.meeting.abort(failure)
         else:
             self._tell(wait)
 
@@ -410,8 +424,18 @@ class Watch:
 
     # ---- the end
 
+    def abort(self, why: str) -> None:
+        self._why, self.failure = f"it {why}", self.failure or f"this process {why}"
+        if self._store is not None:
+            telling = threading.Thread(target=self._say, args=("left", why), daemon=True)
+            telling.start()
+            telling.join(TELLING)  # and then others hear of it, whether they know why or not
+
     def close(self) -> None:
-        """Tell others that this rank leaves, and look no more."""
+        """Tell others that this rank leaves, look no more, and break off what other threads wait for."""
+        self.failure = self.failure or CLOSED
+        for wait in [*self._waits.values()]:
+            wait.meeting.abort(CLOSED)
         self._closed = True
         self._wake.set()
         if self._thread is not None:
@@ -419,9 +443,8 @@ class Watch:
         self._store = None
 
     def _end(self) -> None:
-        with suppress(RuntimeError):  # the rank that had the store ended
-            if self._world is dist.group.WORLD:
-                self._store.set(f"ended/{dist.get_rank()}", self._ended())
+        if self._world is dist.group.WORLD:
+            self._say("ended", self._ended())
 
     def _ended(self) -> str:
         if LAST.error:

@@ -8,15 +8,19 @@ Communication: none of its own."""
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 CLOSED = "this process has closed the world of these ranks, with their groups: open another engine"
 
 
-class Part(Protocol):
+class Part:
     """Something that a world has one of."""
 
-    def close(self) -> None: ...
+    def abort(self, why: str) -> None:
+        """Break off what this process does with other ranks, who hear that it `why`."""
+
+    def close(self) -> None:
+        """Let go of all."""
 
 
 P = TypeVar("P", bound=Part)
@@ -35,10 +39,20 @@ class World:
         found: P = self._parts[kind]
         return found
 
+    def abort(self, why: str = "") -> None:
+        """Break off every exchange that is under way or waits in this process, in whichever thread: it raises
+        TransportError within a second, and names what was under way, and `why`. So does what is begun
+        afterwards; the world can only be closed. May be called in any thread.
+
+        Communication: others hear of it, where they wait for this rank."""
+        for part in [*self._parts.values()]:
+            part.abort(f"broke off what it did with other ranks{why and f', because {why}'}")
+
     def close(self) -> None:
         """End groups that were made for meshes (and the process group, if Polyreme opened it), the thread
         that watches them, and the memory shared with other ranks, but for tensors that somebody still has.
-        The axes of this world move nothing any more. The next mesh opens another world.
+        What still waits in other threads is broken off. The axes of this world move nothing any more. The
+        next mesh opens another world.
 
         Parts end in the order in which they were made, the watch before the groups that it watches.
         Communication: others hear, where they wait for this rank, that it has left."""
