@@ -256,9 +256,9 @@ class Gone(Meeting):
     """Ranks whose process group was destroyed while a wait for them was looked at."""
 
     def __init__(self, looks: threading.Semaphore) -> None:
-        self.looks = looks
+        self.looks, self.broken = looks, ""
 
-    def leave(self) -> None:
+    def abort(self, why: str) -> None:
         self.looks.release()
         raise ValueError("the default process group has not been initialized")
 

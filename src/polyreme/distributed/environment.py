@@ -35,6 +35,8 @@ LEAST_PODS = "POLYREME_LEAST_PODS"
 PORT = 29500
 """Where ranks meet if nothing tells: torchrun's."""
 LOOPBACK = "127.0.0.1"
+AGAIN = "a world that was opened again"
+"""The name of the environment of ranks that were others before."""
 NONE = "single process"
 """The name of the environment of a process that no launcher started."""
 _APART = "for trainings that are meant to be apart, set RANK=0 and WORLD_SIZE=1 in each"

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from polyreme.distributed import restart
-from polyreme.distributed.environment import BY_MPI, LOOPBACK, Environment, announce
+from polyreme.distributed.environment import AGAIN, BY_MPI, LOOPBACK, Environment, announce
 from polyreme.distributed.interfaces import addresses, is_loopback, source
 from polyreme.distributed.mpi import library, named
 from polyreme.errors import LaunchError, TransportError, ranks_named
@@ -101,7 +101,29 @@ def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]
     if outcome != MET:
         raise TransportError(outcome)
     _choose_interface(store, environment, mine)
+    if environment.name == AGAIN:
+        environment = _by_host(store, environment)
+        announce(environment)
     return environment, store
+
+
+def forget(address: tuple[str, int]) -> None:
+    """Take what ranks find at an address from now on for another store than any before."""
+    _stores.pop(address, None)
+    del _times[address]
+
+
+def by_agent() -> bool:
+    """Whether torchrun's agent holds the store, which outlives ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _by_host(store: Any, environment: Environment) -> Environment:
+    """The environment with this rank's number on its host, as the ranks have named theirs."""
+    records = store.multi_get([f"here/{rank}" for rank in range(environment.world_size)])
+    hosts = [json.loads(each)["host"] for each in records]
+    own, host = environment.rank, hosts[environment.rank]
+    return replace(environment, local_rank=hosts[:own].count(host), local_world_size=hosts.count(host))
 
 
 def _come(
@@ -113,7 +135,7 @@ def _come(
 ) -> tuple[Any, str]:
     """The store, and MET or the error that every rank raises."""
     meeting = str(_times[environment.address])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if by_agent():
         rank, world_size = environment.rank, environment.world_size
         opened = next(iter(dist.rendezvous("env://", rank, world_size, timeout=within)))[0]
         meeting = restart.agree(

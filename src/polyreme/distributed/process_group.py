@@ -14,15 +14,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.distributed import mpi
-from polyreme.distributed.environment import BY_MPI, LOCAL_RANK, TORCHRUN, Environment, detect
+from polyreme.distributed.environment import (
+    AGAIN,
+    BY_MPI,
+    LOCAL_RANK,
+    LOOPBACK,
+    TORCHRUN,
+    Environment,
+    announce,
+    detect,
+)
 from polyreme.distributed.failure import speak_for
-from polyreme.distributed.meeting import INTERFACES, meet
+from polyreme.distributed.meeting import INTERFACES, by_agent, forget, meet
 from polyreme.distributed.mpi_group import MpiGroup
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import Watch, break_off
 from polyreme.distributed.work import Work, reporting
-from polyreme.distributed.world import Part, current
-from polyreme.errors import TransportError
+from polyreme.distributed.world import Part, World, current
+from polyreme.errors import LaunchError, TransportError
 
 
 class ProcessGroup:
@@ -125,14 +134,67 @@ def join(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str 
     if not dist.is_initialized() and (environment := detect()).world_size > 1:
         os.environ.setdefault(LOCAL_RANK, str(environment.local_rank))
         _share_cores(environment)
-        speak_for(environment.rank, environment.world_size)
-        opened = _backends(_device_for(backend), backend, environment)
-        open_group(opened, environment, timeout, within)
-        by_mpi = opened == "cpu:mpi" and environment.name in BY_MPI  # whose waits hear of signals
-        speak_for(environment.rank, environment.world_size, by_mpi)
+        _open(environment, timeout, within, backend)
     elif dist.is_initialized() and dist.get_world_size() > 1:
         speak_for(dist.get_rank(), dist.get_world_size())
     return _device_for(backend)
+
+
+def _open(environment: Environment, timeout: timedelta, within: timedelta, backend: str) -> None:
+    speak_for(environment.rank, environment.world_size)
+    opened = _backends(_device_for(backend), backend, environment)
+    open_group(opened, environment, timeout, within)
+    by_mpi = opened == "cpu:mpi" and environment.name in BY_MPI  # whose waits hear of signals
+    speak_for(environment.rank, environment.world_size, by_mpi)
+
+
+def reopen(
+    before: World,
+    ranks: Sequence[int | None],
+    address: tuple[str, int] | None = None,
+    timeout: timedelta = TIMEOUT,
+    within: timedelta = WITHIN,
+    backend: str = "auto",
+) -> bool:
+    """Close the world `before`, and the process group, and open one of other ranks. `ranks` says who is rank
+    0, 1, ... of it: each its number in the world before, or None, a new process, which joins as the variables
+    of its environment say. Returns whether this process is among them. All of them must call, with the same.
+
+    They meet at `address`, a free port of the host of the first of them, where new ones find them. Without
+    it they meet at the store of the world before, which ends with that one's rank 0, unless it is torchrun's.
+    A process keeps its GPU, if it has one. MPI has only the ranks that its mpirun started: others exchange
+    over gloo.
+
+    Raises LaunchError where they need another address, and TransportError where they do not meet `within`
+    that time, which names those that did not come."""
+    if len(ranks) > 1 and not (address is None and by_agent()):
+        _refuse_meeting(before, ranks, address)
+    before.close()
+    close()
+    if before.rank not in ranks:
+        return False
+    if address is not None:
+        forget(address)
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    size, rank, at = len(ranks), ranks.index(before.rank), address or before.address
+    here = (rank, size) if at and at[0] == LOOPBACK else (0, 1)  # until they have told each other
+    environment = Environment(AGAIN, rank, size, *here, at)
+    if size > 1:
+        _open(environment, timeout, within, backend)
+    else:
+        announce(environment)
+    return True
+
+
+def _refuse_meeting(before: World, ranks: Sequence[int | None], address: tuple[str, int] | None) -> None:
+    """Raise LaunchError where ranks cannot meet there."""
+    known = before.address is not None and ranks[0] == 0
+    if (known and address == before.address) or (address is None and (not known or None in ranks)):
+        raise LaunchError(
+            f"ranks {ranks} of the world before cannot meet at {address or before.address}: its rank 0 held "
+            "a store there, which has to be the first of them and to be asked for without an address, and of "
+            "which new ranks (None) know nothing; give the address of a free port of the first one's host"
+        )
 
 
 def _device_for(backend: str) -> torch.device:
@@ -176,6 +238,7 @@ def open_group(
             "which must be let in at any port"
         ) from error
     groups().opened = True
+    current().address = environment.address
 
 
 def _backends(device: torch.device, asked: str, environment: Environment) -> str:
@@ -229,22 +292,29 @@ def close() -> None:
 
 def _device() -> torch.device:
     """This rank's GPU, where there are any and the process group, if there is one already, can use them; else
-    the CPU."""
+    the CPU. A process keeps the GPU that it has had, whichever rank it becomes."""
+    global _gpu
     if not torch.cuda.is_available() or (
         dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config()
     ):
         return torch.device("cpu")
     chosen = torch.cuda.current_device() if dist.is_initialized() else 0  # whoever opened the group did it
     local, count = int(os.environ.get(LOCAL_RANK, chosen)), torch.cuda.device_count()
-    if count == 1 and "SLURM_STEP_ID" in os.environ:  # srun --gpus-per-task shows each task its own alone
+    if _gpu is not None:
+        local = _gpu
+    elif count == 1 and "SLURM_STEP_ID" in os.environ:  # srun --gpus-per-task shows each task its own alone
         local = 0
     if local >= count:
         raise TransportError(
             f"local rank {local} has no GPU of its own: this "
             f"host has {count}; start {count} ranks on it at most"
         )
+    _gpu = local
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+_gpu: int | None = None
 
 
 class Groups(Part):
@@ -254,6 +324,7 @@ class Groups(Part):
     def __init__(self) -> None:
         self._watch = current().of(Watch)
         self.world, self.opened = dist.group.WORLD, False
+        current().rank = dist.get_rank()
         self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
         atexit.register(self._leave)
 

@@ -31,6 +31,10 @@ class World:
 
     def __init__(self) -> None:
         self._parts: dict[type[Any], Any] = {}
+        self.rank = 0
+        """This process' number among the ranks, which it keeps when the world is closed."""
+        self.address: tuple[str, int] | None = None
+        """Where they met (host, port), where Polyreme had them meet."""
 
     def of(self, kind: type[P]) -> P:
         """The world's own `kind`."""
