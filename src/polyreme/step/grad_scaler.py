@@ -1,7 +1,8 @@
 """A GradScaler of torch's beside an engine: what it multiplies a loss by would go into the gradients, as an
 engine scales losses by itself.
 
-Invariant: `torch.amp.GradScaler` is torch's own again when no engine watches it any more. A backward that
+Invariant: `torch.amp.GradScaler` is torch's own again when no loop of the user's own is there any more
+(`user_backward`). A backward that
 comes to no engine, and a scaler that is not enabled, are none of its business. No communication."""
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -17,45 +17,25 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from polyreme.errors import ModelError
+from polyreme.step.other_optimizers import is_given
 
 _OWN: dict[str, Callable[..., Any]] = {}
-_WATCHING: WeakSet[Any] = WeakSet()
-_REFUSED: WeakSet[Optimizer] = WeakSet()
 _scaled = -1  # autograd's number of the last backward that came through a scaled loss
 
 
-def watch(who: object) -> None:
-    """Watch what scalers do, until `who`, or the last of several, calls `forget` or is gone."""
+def watch() -> None:
+    """Watch what scalers do, until `restore`."""
     if not _OWN:
         for name, instead in (("scale", _scale), ("unscale_", _unscale), ("step", _step)):
             _OWN[name] = getattr(GradScaler, name)
             setattr(GradScaler, name, functools.wraps(_OWN[name])(instead))
-    _WATCHING.add(who)
-    finalize(who, _restore).atexit = False
 
 
-def forget(who: object) -> None:
+def restore() -> None:
     """End what `watch` began."""
-    _WATCHING.discard(who)
-    _restore()
-
-
-def _restore() -> None:
-    if not [*_WATCHING]:
-        for name, own in _OWN.items():
-            setattr(GradScaler, name, own)
-        _OWN.clear()
-
-
-def refuse_for(optimizer: Optimizer) -> None:
-    """Have a scaler's `step` and `unscale_` of an optimizer that was given to an engine raise ModelError, as
-    they do of an engine's own, until `allow_for`."""
-    _REFUSED.add(optimizer)
-
-
-def allow_for(optimizer: Optimizer) -> None:
-    """End what `refuse_for` began."""
-    _REFUSED.discard(optimizer)
+    for name, own in _OWN.items():
+        setattr(GradScaler, name, own)
+    _OWN.clear()
 
 
 def check() -> None:
@@ -91,7 +71,7 @@ def _step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **named: Any) ->
 
 
 def _refuse(scaler: GradScaler, optimizer: Optimizer, call: str) -> None:
-    if scaler.is_enabled() and (getattr(optimizer, "is_of_engine", False) or optimizer in _REFUSED):
+    if scaler.is_enabled() and (getattr(optimizer, "is_of_engine", False) or is_given(optimizer)):
         raise ModelError(_refusal(call))
 
 

@@ -26,6 +26,11 @@ def refuse_calls(given: Optimizer) -> list[RemovableHandle]:
     ]
 
 
+def is_given(optimizer: Optimizer) -> bool:
+    """Whether it was given to an engine that is there."""
+    return _refuse_given in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+
+
 def _refuse_given(optimizer: Optimizer, *_: Any) -> None:
     raise ModelError(
         f"{type(optimizer).__name__}.step() of an optimizer that was given to an engine, whose shards have "
@@ -48,8 +53,7 @@ def _refuse_states(optimizer: Optimizer, *_: Any) -> None:
 def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
     """Raise ModelError for a step over an engine's parameters of an optimizer that is none of an engine's and
     was given to none."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    if getattr(optimizer, "is_of_engine", False) or _refuse_given in hooks.values():
+    if getattr(optimizer, "is_of_engine", False) or is_given(optimizer):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

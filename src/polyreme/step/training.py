@@ -24,7 +24,7 @@ from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.build import Built
 from polyreme.placement.placement import Placement
 from polyreme.placement.refresh import carry
-from polyreme.step import given_gradients, grad_scaler, other_optimizers
+from polyreme.step import given_gradients, other_optimizers
 from polyreme.step.accumulation import each_time
 from polyreme.step.engine_context import EngineContext
 from polyreme.step.engine_state import EngineContents, Loaded, adapters, adapters_alone, content, restore
@@ -104,7 +104,6 @@ class Training:
         self._refusals = []
         if led is not None:
             self._refusals += other_optimizers.refuse_calls(led)
-            grad_scaler.refuse_for(led)
 
     def look(self, model: nn.Module, refresh: Callable[[], None]) -> None:
         """Before a step or what else depends on the model: `refresh` where a script has changed the groups of
@@ -168,7 +167,6 @@ class Training:
         self.options.release()
         for refusal in self._refusals:
             refusal.remove()
-            grad_scaler.allow_for(self.context.optimizer)
 
     def close(self, divided: bool, gather: bool = False) -> None:
         """Let go of the model: its parameters are plain ones again, where they are whole. `divided`: over

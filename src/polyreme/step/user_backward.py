@@ -1,8 +1,8 @@
 """Tells loops of the user's own the loss whose backward begins. Autograd's hooks see gradients alone, and
 when the first of them comes, what the loss was made from is freed.
 
-Invariant: `torch.autograd.backward`, which `Tensor.backward` calls, is torch's own again when the last loop
-has closed or is gone. Communication: none.
+Invariant: `torch.autograd.backward`, which `Tensor.backward` calls, and what `grad_scaler` watches are
+torch's own again when the last loop has closed or is gone. Communication: none.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from weakref import WeakSet, finalize
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from polyreme.step import grad_scaler
 
 
 class Listener(Protocol):
@@ -39,6 +41,7 @@ def listen(listener: Listener) -> None:
         _TORCH = torch.autograd.backward
         torch.autograd.backward = _backward = functools.wraps(_TORCH)(_telling)
         _backward.polyreme = True  # type: ignore[attr-defined]
+    grad_scaler.watch()
     _LISTENERS.add(listener)
     finalize(listener, _restore).atexit = False
 
@@ -50,9 +53,11 @@ def forget(listener: Listener) -> None:
 
 
 def _restore() -> None:
-    """Give torch its own function back where nobody listens."""
-    if not listeners() and getattr(torch.autograd.backward, "polyreme", False):
-        torch.autograd.backward = _TORCH
+    """Give torch its own functions back where nobody listens."""
+    if not listeners():
+        grad_scaler.restore()
+        if getattr(torch.autograd.backward, "polyreme", False):
+            torch.autograd.backward = _TORCH
 
 
 def listeners() -> list[Any]:

@@ -80,7 +80,6 @@ class Loop:
         self._announced: Callable[[], float] | None = None  # its weight
         self._hook = model.register_forward_pre_hook(Hook(partial(_called, weakref.ref(self))))
         listen(self)
-        grad_scaler.watch(self)
         # graphs lead to the reducer, and what autograd's own memory holds, Python's collector cannot free
         reducer.unannounced = partial(_unannounced, weakref.ref(self))
         # `finalize` holds its function for ever: it may not lead to the model or to functions of the script
@@ -91,7 +90,6 @@ class Loop:
         self._last = None
         self._hook.remove()
         forget(self)
-        grad_scaler.forget(self)
 
     def announce(self, loss: Tensor | None) -> None:
         """See `Listener`: read what a loss is the mean of while that is there, for the case that its backward
