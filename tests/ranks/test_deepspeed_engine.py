@@ -32,7 +32,7 @@ from polyreme.compat.deepspeed.utils import logging as logs
 from polyreme.compat.deepspeed.utils import zero_to_fp32, zero_to_torch
 from polyreme.errors import CheckpointError, ModelError
 from polyreme.layout.region import MASTER
-from polyreme.zero.released import Released
+from polyreme.zero.parameter import state_of
 from pool import Ranks
 
 WIDTH, MICRO, STEPS = 12, 3, 4
@@ -960,7 +960,7 @@ def only_its_bucket(rank: int, world: int) -> None:
     engine = polyreme.initialize(Network(), settings)
     asked, other = (engine.module.blocks[i][0].weight for i in (0, 1))
     with deepspeed.zero.GatheredParameters(asked, modifier_rank=1):
-        assert isinstance(other, Released) and not isinstance(asked, Released)
+        assert not state_of(other).there and state_of(asked).there
         with torch.no_grad():
             asked.fill_(rank + 2)
     master = engine.numbers(asked).whole(MASTER)

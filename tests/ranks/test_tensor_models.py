@@ -29,6 +29,7 @@ from polyreme.step.recomputation import wrap_blocks
 from polyreme.tensor.gradient_states import GradientStates
 from polyreme.tensor.parallelize import parallelize
 from polyreme.tensor.plan import plan
+from polyreme.zero.parameter import Restriction
 from pool import Ranks, RanksFailed
 
 TOLERANCE = 1e-10
@@ -281,7 +282,9 @@ def compare(rank: int, world: int, names: Sequence[str], sequence: bool) -> dict
         whole, expected = undivided(name)
         divided = build(name)
         cuts = parallelize(divided, axis, plan(divided, world, sequence_parallel=sequence), sequence)
-        states = GradientStates(axis, {p: (path, cuts[path]) for path, p in divided.named_parameters()})
+        states = GradientStates(
+            axis, {p: (path, cuts[path]) for path, p in divided.named_parameters()}, Restriction
+        )
         loss = loss_of(name, divided, states)
         assert not states.summed, "its own plan sums all that there is to sum"
         states.close()

@@ -32,9 +32,9 @@ from polyreme.tensor.layers import put_off_weights
 from polyreme.zero.bucket import Bucket, BucketMemory
 from polyreme.zero.bucket_spec import BucketSpec
 from polyreme.zero.buffer_pool import Pool
-from polyreme.zero.divided import share_of, taken
+from polyreme.zero.divided import share_of
 from polyreme.zero.gather import Unit
-from polyreme.zero.released import Released, unguard
+from polyreme.zero.parameter import set_apart, state_of
 
 
 @dataclass(frozen=True)
@@ -160,14 +160,14 @@ def _filled(
     device, parameters = memory.pool.device, list[nn.Parameter]()
     values: list[Callable[[], Tensor] | None] = []
     for old, names in zip(held, spec.names, strict=True):
-        divided = share_of(old) is not None
-        if isinstance(old, Released):
-            unguard([old])
+        share = share_of(old)
+        if not state_of(old).there:
+            set_apart(old)
         old.grad = None  # the gradient of before goes
         if old.is_meta or id(old) in carried:
             values.append(None)
         else:
-            values.append(partial(taken, old) if divided else partial(_sent, old.data, spec.axis, device))
+            values.append(partial(_sent, old.data, spec.axis, device) if share is None else share.taken_whole)
         parameters.append(_real_one(model, old, names, spec, device) if old.is_meta else old)
     bucket = Bucket(spec, parameters, memory)
     for slot, value in zip(spec.layout.slots, values, strict=True):

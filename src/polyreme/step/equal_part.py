@@ -6,8 +6,7 @@ Communication: where numbers are read or written, on all data-parallel ranks ali
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ from polyreme.errors import ModelError
 from polyreme.layout.intervals import ceil_div
 from polyreme.models.tensor_access import touching, writes
 from polyreme.zero.divided import without_memory
+from polyreme.zero.parameter import Whole
+from polyreme.zero.released import followed
 
 
 class Numbers(Protocol):
@@ -45,11 +46,6 @@ class EqualPart(Tensor):
         made._numbers, made._kind, made._axis, made._name = numbers, kind, axis, name
         made._elements = elements
         return made
-
-    @property
-    def ds_numel(self) -> int:
-        """The number of its elements."""
-        return self.numel()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"EqualPart({self._kind} of {self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -83,7 +79,9 @@ class EqualPart(Tensor):
             target = kwargs.get("out", args[0] if args else None)
             target.write(copies[id(target)])
             return target
-        return _read_only(result, copies.values())
+        for taken in copies.values():
+            result = followed(taken, result, _COPY)
+        return result
 
     def read(self) -> Tensor | None:
         """A copy of the numbers; None where there are none. Of a state with a shape of its own, all of it."""
@@ -124,30 +122,14 @@ class EqualPart(Tensor):
         )
 
 
-class _Copy(Tensor):
+class _Copy(Whole):
     """What was read of an `EqualPart`: it may not be written to."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = touching(func)
-        sets = name is not None and getattr(func, "__name__", "") == "__set__"
-        if name is not None and (sets or writes(name, args, kwargs, _Copy)):
-            raise ModelError(
-                f"{name} writes to what was taken of a parameter's part, which is a copy: write to the part "
-                "itself, part.copy_(numbers) or part[:3] = numbers"
-            )
-        taken = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Copy)]
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = pytree.tree_map_only(_Copy, lambda copy: copy.as_subclass(Tensor), (args, kwargs))
-            return _read_only(func(*plain[0], **plain[1]), taken)
+    def refuse_writing(self, what: str, parameter: Tensor) -> NoReturn:
+        raise ModelError(
+            f"{what} writes to what was taken of a parameter's part, which is a copy: write to the part "
+            "itself, part.copy_(numbers) or part[:3] = numbers"
+        )
 
 
-def _read_only(result: Any, copies: Iterable[Tensor]) -> Any:
-    """`result`, in which what shares memory with one of the copies cannot be written to."""
-
-    def follow(tensor: Tensor) -> Tensor:
-        shares = any(torch._C._is_alias_of(tensor, copy) for copy in copies)  # type: ignore[attr-defined]
-        return tensor.as_subclass(_Copy) if shares else tensor
-
-    return pytree.tree_map_only(Tensor, follow, result)
+_COPY = _Copy()

@@ -42,7 +42,7 @@ from polyreme.tensor.gradient_states import GradientStates
 from polyreme.tensor.states import PART, WHOLE
 from polyreme.zero.changes import Roster
 from polyreme.zero.gather import Blocks
-from polyreme.zero.parameter import disown
+from polyreme.zero.parameter import Restriction, disown
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.sleep import Sleep
 from polyreme.zero.updates import Updates
@@ -215,7 +215,7 @@ def _gradient_states(placement: Placement, config: Config, mesh: Mesh) -> Gradie
         for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
     }
     between = PART if config.mesh.sequence_parallel else WHOLE
-    return GradientStates(mesh.tp, parameters, between if mesh.pp.size > 1 else None)
+    return GradientStates(mesh.tp, parameters, Restriction, between if mesh.pp.size > 1 else None)
 
 
 def _reducer(

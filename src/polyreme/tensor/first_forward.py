@@ -3,14 +3,13 @@ the dimension in which activations are divided. Autograd's graph shows neither o
 before torch itself fails.
 
 Only some forwards are watched, as it takes time: see `GradientStates.watching`. Between a forward and its
-backward divided parameters refuse to be read, at every step: see `Parts`. No communication."""
+backward divided parameters refuse to be read, at every step: see `check_part`. No communication."""
 
 from __future__ import annotations
 
-import functools
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.errors import ModelError, PolyremeError
 from polyreme.layout.bucket_layout import Cut
@@ -39,8 +37,6 @@ BETWEEN = ("torch", "contextlib")
 """Packages whose functions call others for somebody else."""
 METHODS = (__name__, "polyreme.zero.parameter", "polyreme.zero.released")
 """Modules whose functions are methods of parameters, called by somebody else."""
-_NAMES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""Of the parameters of all `Parts`."""
 
 
 class Watch(TorchFunctionMode):
@@ -105,52 +101,12 @@ class Watch(TorchFunctionMode):
             raise ModelError(WRONG + _ALONG.format(name))
 
 
-class Part(nn.Parameter):
-    """Of the class of a divided parameter while its layer alone may use it: whatever else needs its numbers
-    raises ModelError."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, leaves = read(func, args, kwargs)
-        parts = [leaf for leaf in leaves if isinstance(leaf, Part)]
-        looks = name in OWN or name in OF_MEMORY or (name == "type" and len(args) + len(kwargs or {}) == 1)
-        if parts and not looks and not _is_our_own():
-            raise ModelError(WRONG + READ.format(_NAMES[parts[0]]))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@functools.cache
-def _refusing(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """A class of parameters that are a `Part`, and of this one otherwise."""
-    return type(kind.__name__, (Part, kind), {"_plain": kind})
-
-
-class Parts:
-    """The divided ones of parameters, of these names and cuts. As a context: their layers alone use them."""
-
-    def __init__(self, parameters: Mapping[nn.Parameter, tuple[str, Cut]]) -> None:
-        self._divided = [p for p, (_, cut) in parameters.items() if not cut.is_whole]
-        _NAMES.update((p, parameters[p][0]) for p in self._divided)
-        self._refused = False
-
-    def refuse(self) -> None:
-        """Let none but their layers use them."""
-        self._refused = True
-        for parameter in self._divided:
-            parameter.__class__ = _refusing(_plain(type(parameter)))
-
-    def allow(self, *_: object) -> None:
-        """Let all use them again."""
-        for parameter in self._divided if self._refused else ():
-            parameter.__class__ = _plain(type(parameter))
-        self._refused = False
-
-    __enter__, __exit__ = refuse, allow
-
-
-def _plain(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """What `_refusing` was given; or the class that ZeRO has given the parameter meanwhile."""
-    return getattr(kind, "_plain", kind)
+def check_part(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: str) -> None:
+    """Raise ModelError where a function of this name that needs the numbers of a divided parameter is not its
+    layer's."""
+    looks = name in OWN or name in OF_MEMORY or (name == "type" and len(args) + len(kwargs) == 1)
+    if not looks and not _is_our_own():
+        raise ModelError(WRONG + READ.format(path))
 
 
 def _is_our_own() -> bool:

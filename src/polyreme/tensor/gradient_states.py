@@ -12,10 +12,10 @@ Communication: an all-reduce for each such sum, in the order of backward, which 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError, named
 from polyreme.layout.bucket_layout import Cut
 from polyreme.pipeline.weight_gradients import current
-from polyreme.tensor.first_forward import READ, WRONG, Parts, Watch
+from polyreme.tensor.first_forward import READ, WRONG, Watch, check_part
 from polyreme.tensor.states import PART, WHOLE, State
 
 COMMUNICATE = ("polyreme.tensor.", "torch.distributed.")
@@ -37,18 +37,31 @@ SIZES = 32
 """Sizes of graphs of which each is followed once; a model that has more has another in every batch."""
 
 
+class Parts(AbstractContextManager[None], Protocol):
+    """Divided parameters, which none but their layers use from `refuse` to `allow`."""
+
+    def refuse(self) -> None: ...
+    def allow(self) -> None: ...
+
+
 class GradientStates:
     """The states of the gradients of `parameters`, which have names and cuts over `axis`; some may be frozen.
 
+    restrict: makes what has a function called before what needs the numbers of parameters.
     between: of what goes from one stage of a pipeline to the next; None where there is no pipeline."""
 
     def __init__(
-        self, axis: Axis, parameters: Mapping[nn.Parameter, tuple[str, Cut]], between: State | None = None
+        self,
+        axis: Axis,
+        parameters: Mapping[nn.Parameter, tuple[str, Cut]],
+        restrict: Callable[[Iterable[nn.Parameter], Any], Parts],
+        between: State | None = None,
     ) -> None:
         self._axis, self._parameters, self.between = axis, parameters, between
         self.summed: set[Tensor] = set()
         """Parameters whose gradients are summed when autograd gives them."""
-        self.parts = Parts(parameters)
+        self.parts = restrict([p for p, (_, cut) in parameters.items() if not cut.is_whole], check_part)
+        """The divided ones. Inside of it, their layers alone use them."""
         self._seen: dict[Tensor, State] = {}
         self._followed: set[int] = set()  # stages, since the last `look_again`
         self._sizes: set[int] = set()  # of the graphs that were followed

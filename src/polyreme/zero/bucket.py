@@ -28,8 +28,8 @@ from polyreme.offload.parameters import OffloadedShard
 from polyreme.zero.bucket_gradients import BucketGradients
 from polyreme.zero.bucket_spec import BucketSpec
 from polyreme.zero.buffer_pool import Pool
-from polyreme.zero.parameter import name
-from polyreme.zero.released import guard, leave_block, refuse_transforms, unguard
+from polyreme.zero.parameter import RELEASED, WHOLE, Presence, State, set_apart
+from polyreme.zero.released import GATHERED, refuse_transforms
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Bucket:
         self.asleep: set[Kind] = set()
         """What is away from the device."""
         self._allocate()
-        name(self.parameters, (slot.name for slot in layout.slots))
+        self.presence = Presence(zip(self.parameters, (slot.name for slot in layout.slots), strict=True))
         sharded = spec.residency.grads == "shard"
         self.gradients = BucketGradients(
             layout, self.parameters, axis, self.region, sharded, formats, memory.pool, spec.microbatches
@@ -210,7 +210,7 @@ class Bucket:
         with torch.inference_mode(False):  # what is summoned inside of it may be kept
             self._summoned = self.full.clone()
         self.release()
-        unguard(self.parameters)
+        self.presence.become(WHOLE, self.parameters)
         self._point(self._cut(self._summoned))
         return self._summoned
 
@@ -234,6 +234,7 @@ class Bucket:
         ):
             data = parameter.data
             if data.shape != view.shape:  # it is another one now, which `Roster` tells of
+                set_apart(parameter)
                 continue
             if data.dtype != view.dtype:
                 problem = (
@@ -243,8 +244,8 @@ class Bucket:
             elif data.data_ptr() != view.data_ptr():
                 view.copy_(data)
             parameter.data = own_view
-            if self.released:
-                guard([parameter])
+        if self.released:
+            self.presence.become(RELEASED, self.parameters)
         if problem:
             raise ModelError(problem)
         return numbers
@@ -304,17 +305,13 @@ class Bucket:
         if self._state == "gathering":
             self._gathered()
             self._state = "full"
-            unguard(self.parameters, gathered=True)
+            self.presence.become(GATHERED, self.parameters)
 
-    def enter(self) -> None:
-        """Note that the forward of the bucket's block begins."""
+    def note(self, state: State) -> None:
+        """Note that the forward of the bucket's block begins, or has ended: its parameters, if they are here
+        for a time, are in this state."""
         if self.sharded and self._state == "full" and self._summoned is None:
-            unguard(self.parameters, gathered=True)
-
-    def leave(self) -> None:
-        """Note that it has ended: uses from here on are told of."""
-        if self.sharded and self._state == "full" and self._summoned is None:
-            leave_block(self.parameters)
+            self.presence.become(state, self.parameters)
 
     def _gathered(self) -> None:
         self._gathering.wait()
@@ -330,7 +327,7 @@ class Bucket:
             self._state = "released"
         elif self.sharded and self._state != "released":
             self._gathered()
-            guard(self.parameters)
+            self.presence.become(RELEASED, self.parameters)
             self.full.untyped_storage().resize_(0)
             self._state = "released"
 

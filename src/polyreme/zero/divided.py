@@ -1,7 +1,7 @@
 """Parameters that are divided among the ranks while a model is built, before an engine has it.
 
 Invariant: from the end of the `__init__` of its module on, a rank keeps of a parameter one of equal parts;
-the parameter is a `Divided` and holds nothing. Its numbers are those that a plain build would have left on
+its state is a `Share` and it holds nothing. Its numbers are those that a plain build would have left on
 rank 0, or on the rank that wrote them last.
 Communication, between CPUs and over all ranks, which build the same: a broadcast of each parameter that is
 divided, an all-gather of each that is asked for.
@@ -12,27 +12,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from polyreme.distributed.mesh import Axis, everyone
 from polyreme.errors import ModelError
 from polyreme.layout.intervals import ceil_div
-from polyreme.models.tensor_access import touching
-from polyreme.zero.parameter import record_of, recorded
-from polyreme.zero.released import Released, View
+from polyreme.zero.parameter import Call, State, record_of, set_apart, state_of
+from polyreme.zero.released import view_of
 
 Noted = Callable[[nn.Parameter], object]
 """What is called with each parameter that was divided."""
 _MOVES = {"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "contiguous"}
 
 
-class Share:
+class Share(State):
     """What this rank has of a parameter that is divided: `part`, flat, on the CPU, with zeros behind the
-    parameter's end."""
+    parameter's end. While its model is built, what asks for the numbers gets them; afterwards that is a
+    ModelError."""
 
     def __init__(self, numbers: Tensor, axis: Axis, source: int) -> None:
         """Takes rank `source`'s numbers."""
@@ -53,6 +52,12 @@ class Share:
         found = self.axis.gathered(self.part)
         return found[: self.shape.numel()].view(self.shape).to(self.device)
 
+    def taken_whole(self) -> Tensor:
+        """The numbers, after which the part is let go. All ranks must call."""
+        numbers = self.whole()
+        self.part.untyped_storage().resize_(0)
+        return numbers
+
     def differs(self, numbers: Tensor) -> bool:
         """Whether this rank's part of `numbers` is another one."""
         mine = self._mine(numbers.detach().to("cpu")).contiguous()
@@ -62,89 +67,54 @@ class Share:
         start = self.axis.rank * self.part.numel()
         return whole.reshape(-1)[start : start + self.part.numel()]
 
-
-class Divided(Released):
-    """The class of a parameter that is divided. While its model is built, what asks for its numbers gets
-    them; afterwards that is a ModelError."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (name := touching(func)) is not None:
-            asked = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Divided)]
-            if name in _MOVES and _keeps_dtype(func, args, kwargs):
-                return args[0]
-            if name == "data" and getattr(func, "__name__", "") == "__get__":
-                return args[0].detach()
-            if name == "data" and len(args) > 1 and args[0] is args[1]:  # what `Module.to` gives back
-                return None
-            if _Building.current is None:
-                _refuse(name, asked[0])
-            _Building.current.open(asked)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-    def detach(self) -> Tensor:
+    def before(self, parameter: Tensor, name: str, call: Call, asked: Sequence[Any]) -> Any:
+        if name in _MOVES and _keeps_dtype(*call):
+            return parameter
+        if name == "data" and len(call[1]) > 1 and parameter is call[1][1]:
+            return None  # what `Module.to` gives back
         if _Building.current is not None:
-            _Building.current.open([self])
-            return self.detach()
-        with torch._C.DisableTorchFunctionSubclass():
-            view = Tensor.detach(self).as_subclass(View)
-        view.parameter = self
-        return view
+            _Building.current.open(asked)
+        elif name == "detach" or (name == "data" and len(call[1]) == 1):
+            with torch._C.DisableTorchFunctionSubclass():
+                return view_of(parameter, Tensor.detach(parameter))
+        else:
+            self.refuse(name, parameter)
+        return NotImplemented
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        _refuse("copy.deepcopy", self)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _refuse("pickling (torch.save, copy.copy)", self)
-
-    def __dlpack__(self, **_: object) -> NoReturn:
-        _refuse("__dlpack__", self)
+    def refuse(self, what: str, parameter: Tensor) -> None:
+        raise ModelError(
+            f"{what} of a parameter of shape {list(self.shape)}, of which each rank has a part since it was "
+            "made (under zero.Init): do it inside `with deepspeed.zero.GatheredParameters(parameter):` (with "
+            "modifier_rank= to change it), which every rank must enter, or where the model is built"
+        )
 
 
 def share_of(parameter: Tensor) -> Share | None:
     """What this rank has of a parameter; None: it is not divided."""
-    found: Share | None = record_of(parameter).share if isinstance(parameter, Divided) else None
-    return found
+    return state if isinstance(state := state_of(parameter), Share) else None
 
 
 def divide(parameters: Iterable[nn.Parameter], axis: Axis | None = None, source: int = 0) -> None:
     """Keep of each parameter this rank's part of what rank `source` has, and leave it empty. All ranks must
     call."""
     for parameter in parameters:
-        if not isinstance(parameter, Divided):
-            _divide(parameter, axis or everyone(), source)
-            empty([parameter])
+        if share_of(parameter) is None:
+            _close(parameter, Share(parameter.data, axis or everyone(), source), empty=True)
 
 
-def empty(parameters: Iterable[nn.Parameter]) -> None:
-    """Have those that are divided be of no elements, as code that looks for them expects."""
-    for parameter in filter(share_of, parameters):
-        _point(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))
-
-
-def shaped(parameters: Iterable[nn.Parameter]) -> None:
-    """Have those that are divided be of the shape that they have when whole."""
+def shaped(parameters: Iterable[nn.Parameter], empty: bool = False) -> None:
+    """Have those that are divided be of the shape that they have when whole, or else of no elements, as code
+    that looks for them expects."""
     for parameter in parameters:
         if (share := share_of(parameter)) is not None:
-            _close(parameter, share)
+            _close(parameter, share, empty)
 
 
 def make_whole(parameters: Iterable[nn.Parameter]) -> None:
     """Have those that are divided be plain parameters again. All ranks must call."""
     for parameter in parameters:
-        if share_of(parameter) is not None:
-            _open(parameter, taken(parameter))
-
-
-def taken(parameter: nn.Parameter) -> Tensor:
-    """The numbers of a parameter that is divided, whose part is let go. All ranks must call."""
-    record = record_of(parameter)
-    share: Share = record.share
-    numbers, record.share = share.whole(), None
-    share.part.untyped_storage().resize_(0)
-    return numbers
+        if (share := share_of(parameter)) is not None:
+            _open(parameter, share.taken_whole())
 
 
 @contextmanager
@@ -170,8 +140,7 @@ def gathered(parameters: Iterable[Any], source: int | None = None) -> Iterator[N
         for parameter, share in shares:
             if source is not None and not failed:
                 share.take(parameter.data, source)
-            _close(parameter, share)
-            empty([parameter])
+            _close(parameter, share, empty=True)
     if changed:
         raise ModelError(
             f"in-place modification of a gathered parameter of shape {list(changed[0].shape)}, which was "
@@ -212,7 +181,7 @@ class _Building:
         if not failed:
             self._divide(self._opened)
             self._divide_late()
-        empty(self._made)
+        shaped(self._made, empty=True)
 
     def open(self, parameters: Collection[nn.Parameter]) -> None:
         """Make these whole. All ranks come here, as they build the same."""
@@ -238,7 +207,7 @@ class _Building:
     def _divide(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             if _can_be_divided(parameter):
-                _divide(parameter, self.axis, 0)
+                _close(parameter, Share(parameter.data, self.axis, 0))
                 self._made.append(parameter)
                 self._noted(parameter)
 
@@ -301,28 +270,15 @@ def _can_be_divided(parameter: nn.Parameter | None) -> bool:
     )
 
 
-def _divide(parameter: nn.Parameter, axis: Axis, source: int) -> None:
-    (record,), known = recorded([parameter]), record_of(parameter).share
-    if known is None or known.shape != parameter.shape or known.part.dtype != parameter.dtype:
-        record.share = Share(parameter.data, axis, source)
-    else:
-        known.take(parameter.data, source)
-    _close(parameter, record.share)
-
-
 def _open(parameter: nn.Parameter, numbers: Tensor) -> None:
+    set_apart(parameter)
     parameter.__class__ = nn.Parameter
     parameter.data = numbers
 
 
-def _close(parameter: nn.Parameter, share: Share) -> None:
-    _point(parameter, without_memory(share.shape, parameter))
-
-
-def _point(parameter: nn.Parameter, memory: Tensor) -> None:
-    parameter.__class__ = nn.Parameter
-    parameter.data = memory
-    parameter.__class__ = Divided
+def _close(parameter: nn.Parameter, share: Share, empty: bool = False) -> None:
+    _open(parameter, without_memory([0] if empty else share.shape, parameter))
+    record_of(parameter).presence.become(share, [parameter])
 
 
 def without_memory(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -342,13 +298,3 @@ def _keeps_dtype(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     trial = torch.empty(0, dtype=args[0].dtype)
     with torch._C.DisableTorchFunctionSubclass():
         return bool(func(trial, *args[1:], **kwargs).dtype == trial.dtype)
-
-
-def _refuse(what: str, parameter: nn.Parameter) -> NoReturn:
-    share = share_of(parameter)
-    shape = list(parameter.shape if share is None else share.shape)
-    raise ModelError(
-        f"{what} of a parameter of shape {shape}, of which each rank has a part since it was made (under "
-        "zero.Init): do it inside `with deepspeed.zero.GatheredParameters(parameter):` (with modifier_rank= "
-        "to change it), which every rank must enter, or where the model is built"
-    )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from polyreme.models.huggingface import returned, tensors_in
 from polyreme.models.tensor_access import sees_gradients
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.parameter import in_backward
-from polyreme.zero.released import refuse_loading, tell_of_uses
+from polyreme.zero.released import GATHERED, AfterForward, refuse_loading
 
 
 @dataclass(eq=False)
@@ -62,12 +62,12 @@ class Unit:
         """Gather for a forward of its modules."""
         self.ensure()
         for bucket in self.buckets:
-            bucket.enter()
+            bucket.note(GATHERED)
 
     def leave(self) -> None:
         """Note that a forward of its modules has ended."""
         for bucket in self.buckets if not self.pinned else ():
-            bucket.leave()
+            bucket.note(AfterForward(WeakMethod(self.pin)))
 
     def pin(self) -> None:
         """Stay gathered like the root."""
@@ -117,8 +117,6 @@ class Blocks:
             ]
         }
         for unit in self.units:
-            for bucket in unit.buckets:
-                tell_of_uses(bucket.parameters, unit)
             self._storing_modules[unit] = [
                 inner for module in unit.modules for inner in module.modules() if _may_store_tensors(inner)
             ]

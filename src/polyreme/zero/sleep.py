@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from polyreme.errors import ModelError
 from polyreme.offload.activations import bytes_of
 from polyreme.zero.bucket import ASLEEP, KINDS, Bucket, Kind
-from polyreme.zero.released import guard, unguard
+from polyreme.zero.parameter import RELEASED, WHOLE
 from polyreme.zero.sharded_optimizer import Update
 
 
@@ -54,7 +54,7 @@ class Sleep:
                 bytes_of(storage).copy_(kept)
         for bucket in self._buckets:
             if "params" in bucket.asleep and not bucket.sharded:
-                unguard(bucket.parameters)
+                bucket.presence.become(WHOLE, bucket.parameters)
             bucket.asleep.clear()
         found = tuple(self.kinds)
         self.kinds.clear()
@@ -69,7 +69,7 @@ class Sleep:
                 continue
             bucket.asleep.add(kind)
             if kind == "params" and not bucket.sharded:
-                guard(bucket.parameters)
+                bucket.presence.become(RELEASED, bucket.parameters)
         for tensor in self._memory(kind):
             storage = tensor.untyped_storage()
             # that of ranks which share memory, or of a file, stays

@@ -34,8 +34,7 @@ from polyreme.distributed.mesh import everyone
 from polyreme.errors import LaunchError, Problem
 from polyreme.optim.groups import maker
 from polyreme.zero.divided import make_whole, shaped
-from polyreme.zero.parameter import Reading, engine_of, read_as
-from polyreme.zero.released import list_in_state_dicts
+from polyreme.zero.parameter import Reading, engine_of, record_of
 
 FORMATS = {torch.float64: "fp64", torch.bfloat16: "bf16"}
 """In which a model computes that was made in them, where the config says nothing else."""
@@ -115,12 +114,13 @@ def initialize(
 def _as_deepspeed(front: DeepSpeedEngine) -> None:
     """Have the module, and its parameters, answer as those of DeepSpeed's ZeRO do."""
     stage, here = front.translation.stage, (front.polyreme, front.module)
-    read_as(front.module.parameters(), Reading(GRADIENTS, hidden=stage > 1))
+    reading = Reading(GRADIENTS, hidden=stage > 1)
+    for record in map(record_of, front.module.parameters()):
+        record.reading, record.listed = reading, stage == 3
     if stage:
         leave_gradients(*here)
     if stage == 3:
         tag(*here)
-        list_in_state_dicts(front.module.parameters())
         keep_in_place(*here)
         keep_engine(*here)
         if front.global_rank:

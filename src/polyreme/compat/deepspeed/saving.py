@@ -23,8 +23,7 @@ from polyreme.checkpoint.files import read_name
 from polyreme.compat.deepspeed.refusal import ArgumentError, TagError, refused
 from polyreme.compat.deepspeed.utils.logging import log_dist, log_dist_once, logger
 from polyreme.errors import CheckpointError
-from polyreme.zero.parameter import is_pending
-from polyreme.zero.released import Gathered, Released
+from polyreme.zero.parameter import WHOLE, record_of, state_of
 
 if TYPE_CHECKING:
     import polyreme
@@ -220,7 +219,8 @@ def leave_gradients(engine: polyreme.Engine, module: nn.Module) -> None:
 
 def _without_gradients(module: nn.Module, set_to_none: bool = True) -> None:
     for parameter in module.parameters():
-        if is_pending(parameter) or parameter.grad is None:
+        owner = record_of(parameter).owner()
+        if (owner is not None and owner.begun) or parameter.grad is None:
             continue
         if set_to_none:
             parameter.grad = None
@@ -229,7 +229,7 @@ def _without_gradients(module: nn.Module, set_to_none: bool = True) -> None:
 
 
 def _applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    if not any(isinstance(parameter, Released | Gathered) for parameter in module.parameters()):
+    if not any(state_of(parameter) is not WHOLE for parameter in module.parameters()):
         applied: nn.Module = type(module)._apply(module, fn, recurse)
         return applied
     for dtype in {parameter.dtype for parameter in module.parameters()}:
@@ -248,7 +248,7 @@ def _without_released(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with torch._C.DisableTorchFunction():
         found = type(module).state_dict(module, *args, keep_vars=True, **kwargs)
         for name, value in found.items():
-            if isinstance(value, Released):
+            if isinstance(value, Tensor) and not state_of(value).there:
                 found[name] = torch.empty(0, dtype=value.dtype, device=value.device)
             elif isinstance(value, Tensor) and not keeps:
                 found[name] = value.detach()

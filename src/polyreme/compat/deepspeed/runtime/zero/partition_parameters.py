@@ -27,8 +27,7 @@ from polyreme.errors import ModelError
 from polyreme.layout.region import MASTER
 from polyreme.step.equal_part import EqualPart
 from polyreme.zero.divided import building, divide, gathered, share_of
-from polyreme.zero.parameter import TrainedParameter, engine_of
-from polyreme.zero.released import Released
+from polyreme.zero.parameter import TrainedParameter, engine_of, state_of
 
 _orig_torch_arange = torch.arange
 _orig_torch_empty = torch.empty
@@ -119,7 +118,7 @@ def _status(parameter: TrainedParameter) -> ZeroParamStatus:
     """Whether an engine has the numbers of a parameter that is tagged whole now."""
     if "ds_id" not in vars(parameter):
         raise AttributeError("ds_status of a parameter that is not divided")
-    return ZeroParamStatus.NOT_AVAILABLE if isinstance(parameter, Released) else ZeroParamStatus.AVAILABLE
+    return ZeroParamStatus.AVAILABLE if state_of(parameter).there else ZeroParamStatus.NOT_AVAILABLE
 
 
 def _partition_numel(parameter: TrainedParameter) -> int:
@@ -152,6 +151,7 @@ def _set_part(parameter: TrainedParameter, value: Tensor) -> None:
 TrainedParameter.ds_status = property(_status)  # type: ignore[attr-defined]
 TrainedParameter.partition_numel = _partition_numel  # type: ignore[attr-defined]
 TrainedParameter.ds_tensor = property(_part, _set_part)  # type: ignore[attr-defined]
+EqualPart.ds_numel = property(Tensor.numel)  # type: ignore[attr-defined]
 
 
 def is_zero_param(parameter: object) -> bool:
@@ -223,7 +223,7 @@ class GatheredParameters(AbstractContextManager[None]):
     def __enter__(self) -> None:
         engines: list[tuple[Any, list[Any]]] = []
         for parameter in self._params:
-            if self._modifier is None and not isinstance(parameter, Released):
+            if self._modifier is None and state_of(parameter).there:
                 continue  # whole already, as a head is inside a forward, where a fused loss reads it
             if (engine := engine_of(parameter)) is None:
                 continue
