@@ -26,6 +26,7 @@ from polyreme.zero.bucket import Bucket, BucketMemory
 from polyreme.zero.bucket_spec import BucketSpec
 from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.formats import Formats
+from polyreme.zero.gradient_sums import Accumulation
 from polyreme.zero.residency import Residency
 from polyreme.zero.sharded_optimizer import Update
 
@@ -374,9 +375,9 @@ def bucket_of(
     layout = BucketLayout.build(
         [TensorSpec(n, tuple(t.shape), int(t.dim() < 2)) for n, t in values.items()], 1, boundary
     )
-    axis, formats = Axis("dp"), Formats(dtype, dtype, reduce or dtype, dtype)
+    axis, formats, sums = Axis("dp"), Formats(dtype, dtype), Accumulation("whole", dtype, reduce or dtype)
     names = [(slot.name,) for slot in layout.slots]
-    spec = BucketSpec(layout, names, axis, Residency("full", "full", "shard"), formats)
+    spec = BucketSpec(layout, names, axis, Residency("full", "full", "shard"), formats, sums)
     parameters = [nn.Parameter(values[slot.name].clone()) for slot in layout.slots]
     bucket = Bucket(spec, parameters, BucketMemory(Pool(axis, torch.device("cpu"))))
     for slot in layout.slots:

@@ -153,7 +153,7 @@ def _spec(
     layout = BucketLayout.build(tensors, kind.axis.size, kind.boundary)
     names = {entry.name: entry.names for entry in found}
     quantized = settings.formats.quantized and kind.dtype.is_floating_point
-    own = Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype, quantized)
+    own = Formats(kind.dtype, kind.dtype, quantized)
     residency = Residency.of_stage(settings.zero.stage)
     if kind.whole:
         residency = replace(residency, params="full")
@@ -165,7 +165,7 @@ def _spec(
         kind.axis,
         residency,
         settings.formats if kind.trainable else own,
-        settings.microbatches if kind.trainable else None,
+        settings.accumulation if kind.trainable else None,
         stages=kind.stages,
         tie=division.ties.get(division.ranks_of(kind.stages)),
         counted=_counted(kind, layout, division),

@@ -146,7 +146,7 @@ def share_out(
         )
         for names, each in specs.items()
     )
-    return Placement(root, units, pool, division, stores, settings.microbatches)
+    return Placement(root, units, pool, division, stores)
 
 
 def _filled(

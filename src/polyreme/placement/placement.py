@@ -16,7 +16,6 @@ from polyreme.layout.bucket_layout import Slot
 from polyreme.models.tensor_access import entries
 from polyreme.placement.dividing import Division
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.gather import Unit
 from polyreme.zero.offload_tiers import OffloadTiers
@@ -24,15 +23,13 @@ from polyreme.zero.offload_tiers import OffloadTiers
 
 @dataclass
 class Placement:
-    """All units and buckets of this rank's part of a model. microbatches: how those of a step are added
-    up."""
+    """All units and buckets of this rank's part of a model."""
 
     root: Unit
     units: Sequence[Unit]
     pool: Pool
     division: Division
     offload: OffloadTiers
-    microbatches: Microbatches
 
     @cached_property
     def buckets(self) -> Sequence[Bucket]:
@@ -96,7 +93,9 @@ class Placement:
     def gradients(self) -> Iterator[tuple[Sequence[str], Tensor]]:
         """Every reduced gradient, likewise."""
         return self._joined(
-            self.trainable, lambda bucket: bucket.gradients.whole(), lambda bucket: bucket.formats.reduce
+            self.trainable,
+            lambda bucket: bucket.gradients.whole(),
+            lambda bucket: bucket.gradients.sums.reduce,
         )
 
     def _joined(

@@ -10,8 +10,8 @@ import torch
 
 from polyreme.config.schema import MemorySection, ZeroSection, is_files, tiers_of
 from polyreme.optim.quantized_states import States
-from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.formats import Formats
+from polyreme.zero.gradient_sums import Accumulation
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class PlacementSettings:
     blocks: how pipeline stages share the blocks out, or how many each has. sample: samples of a micro-batch
     by which blocks are measured, and tokens of each. tp_plan, sequence_parallel: how tensor parallelism
     divides modules. zero: what is kept whole, over which ranks, and in buckets of which sizes. memory: where
-    what is kept is. formats: of what is trained. microbatches: how those of a step are added up. compact:
+    what is kept is. formats: of what is trained. accumulation: how micro-batches are added up. compact:
     how optimizer states are kept, if not as torch does."""
 
     device: torch.device
     formats: Formats
     zero: ZeroSection
     memory: MemorySection
-    microbatches: Microbatches = "one"
+    accumulation: Accumulation
     compact: States | None = None
     blocks: Literal["work", "parameters", "time"] | Sequence[int] = "work"
     sample: tuple[int, int] = (1, 1)

@@ -14,11 +14,10 @@ from polyreme.distributed.mesh import Mesh
 from polyreme.optim.groups import Recipe
 from polyreme.placement.opening import Model, open_model
 from polyreme.placement.settings import PlacementSettings
-from polyreme.step.accumulation import added, reduced_format
+from polyreme.step.accumulation import accumulation_of
 from polyreme.step.loss import LossFn, Objective
 from polyreme.step.loss_graph import refuse_tables
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype, warn_of_default
-from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.formats import Formats
 
 
@@ -35,15 +34,12 @@ def opened(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recordi
 def placement_settings(config: Config, mesh: Mesh) -> PlacementSettings:
     """How a model is placed, for a resolved config."""
     dtype, section = DTYPES[config.precision.compute], config.mesh
-    microbatches: Microbatches = added(config, mesh.loss.size) if config.accumulation > 1 else "one"
-    reduce = reduced_format(config, mesh.world_size, microbatches)
-    local = reduce if microbatches == "added" else dtype
     return PlacementSettings(
         mesh.device,
-        Formats(dtype, master_dtype(dtype), reduce, local, config.zero.quantized_weights),
+        Formats(dtype, master_dtype(dtype), config.zero.quantized_weights),
         config.zero,
         config.memory,
-        microbatches,
+        accumulation_of(config, mesh, several=config.accumulation > 1),
         None if config.optimizer.states == "fp32" else config.optimizer.states,
         config.pipeline.blocks,
         (int(config.batch.micro), config.data.sequence),

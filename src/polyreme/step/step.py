@@ -23,7 +23,7 @@ from polyreme.pipeline.weight_gradients import WeightGradients
 from polyreme.placement.full_parameters import Written
 from polyreme.placement.placement import Placement
 from polyreme.step import given_gradients
-from polyreme.step.accumulation import keep_adding, make_room
+from polyreme.step.accumulation import has_room, keep_adding, make_room
 from polyreme.step.loss_graph import refuse_by_frequency
 from polyreme.step.nonfinite import NonFinite
 from polyreme.step.precision import DTYPES, clip_factor, master_dtype
@@ -165,10 +165,10 @@ class Step:
                 "set_boundary on stages of a pipeline, whose schedule has batch.size: leave it out"
             )
         self.extends = extend
-        if not is_last and (self._ended or (self._placement.microbatches == "one" and self.begun)):
+        if not is_last and (self._ended or (self.begun and not has_room(self._placement))):
             self._extend()
         if not is_last:
-            _make_room(self)
+            make_room(self._placement, self._config, self._sums.mesh)
         self.boundary = is_last
         if not self._ended:
             self._reducer.expect(is_last)
@@ -177,7 +177,7 @@ class Step:
         """Let a step that has had its last backward have another one, if the caller wants that."""
         if not self.extends:
             raise BatchError(_ENDED)
-        keep_adding(self._placement, self._config)
+        keep_adding(self._placement, self._config, self._sums.mesh)
         self._ended = self.reduced = False
         self._reducer.expect(bool(self.boundary))
 
@@ -487,7 +487,7 @@ def _begin_next(step: Step) -> None:
 
 def recut(step: Step) -> None:
     """Take in that the config has micro-batches of fewer samples now. Between steps."""
-    _make_room(step)
+    make_room(step._placement, step._config, step._sums.mesh)
     step.looks = True
     step._reducer.count(step._config.accumulation)
     step._reducer.restart()
@@ -500,13 +500,6 @@ def _clipping(step: Step, norm: float) -> float:
         step.clips_unasked = False
         warn(_CLIPPED.format(norm, step.clip))
     return factor
-
-
-def _make_room(step: Step) -> None:
-    """Have room for several micro-batches."""
-    if step._placement.microbatches == "one":
-        mesh = step._sums.mesh
-        make_room(step._placement, step._reducer, step._config, mesh.loss.size, mesh.world_size)
 
 
 def _look_at(step: Step, roots: Sequence[Tensor]) -> None:

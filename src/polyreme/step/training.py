@@ -25,7 +25,6 @@ from polyreme.placement.build import Built
 from polyreme.placement.placement import Placement
 from polyreme.placement.refresh import carry
 from polyreme.step import given_gradients, other_optimizers
-from polyreme.step.accumulation import each_time
 from polyreme.step.engine_context import EngineContext
 from polyreme.step.engine_state import EngineContents, Loaded, adapters, adapters_alone, content, restore
 from polyreme.step.fit import FirstBatch
@@ -225,7 +224,6 @@ def _reducer(
     reducer = Reducer(
         placement.trainable,
         config.accumulation,
-        each_time(config, mesh.loss.size, placement.microbatches),
         pipeline.mine,
         gathers=any(bucket.sharded for bucket in placement.buckets),
     )

@@ -28,6 +28,7 @@ from polyreme.offload.parameters import OffloadedShard
 from polyreme.zero.bucket_gradients import BucketGradients
 from polyreme.zero.bucket_spec import BucketSpec
 from polyreme.zero.buffer_pool import Pool
+from polyreme.zero.gradient_sums import Accumulation
 from polyreme.zero.parameter import RELEASED, WHOLE, Presence, State, set_apart
 from polyreme.zero.released import GATHERED, refuse_transforms
 
@@ -81,11 +82,16 @@ class Bucket:
         """What is away from the device."""
         self._allocate()
         self.presence = Presence(zip(self.parameters, (slot.name for slot in layout.slots), strict=True))
-        sharded = spec.residency.grads == "shard"
+        sums = spec.accumulation or Accumulation("whole", formats.compute, formats.compute)
         self.gradients = BucketGradients(
-            layout, self.parameters, axis, self.region, sharded, formats, memory.pool, spec.microbatches
+            layout,
+            self.parameters,
+            axis,
+            self.region,
+            sums.of(spec.residency, axis, memory.gradients),
+            memory.pool,
+            spec.mask(self.device),
         )
-        self.gradients.store, self.gradients.counted = memory.gradients, spec.mask(self.device)
 
     def _allocate(self) -> None:
         """Make the parameters views of a flat buffer, and the shard and the master that stay."""

@@ -11,7 +11,6 @@ Communication over the bucket's axis: `reduce` reduce-scatters, `gather` all-gat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +21,8 @@ from polyreme.layout.bucket_layout import ALIGN, BucketLayout, Slot
 from polyreme.layout.intervals import Interval, ceil_div, overlap
 from polyreme.offload.gradients import OffloadedGradients
 from polyreme.zero.buffer_pool import Pool
-from polyreme.zero.formats import Formats
+from polyreme.zero.gradient_sums import GradientSum, Reduced, Stored
 from polyreme.zero.parameter import OWN_GRAD
-
-Microbatches = Literal["one", "added", "reduced", "left"]
-"""How a step's micro-batches are added up. one: there is one; added: on the rank, before one reduction;
-reduced: each is reduced, then added; left: likewise, where they are off the device."""
 
 
 def squares_by_row(flat: Tensor) -> Tensor:
@@ -60,33 +55,26 @@ class BucketGradients:
     """`grad` (reduce dtype) covers `region`, the part of the flat buffer whose optimizer states this rank
     holds; `own` is this rank's shard of it."""
 
-    counted: bool | Tensor = True
-    """Which of this rank's numbers count in a sum over all ranks of the model: all, none, or (a mask over its
-    shard) those that no other rank holds."""
-
     def __init__(
         self,
         layout: BucketLayout,
         parameters: Sequence[nn.Parameter],
         axis: Axis,
         region: slice,
-        sharded: bool,
-        formats: Formats,
+        sums: GradientSum,
         pool: Pool,
-        microbatches: Microbatches | None,
+        counted: bool | Tensor = True,
     ) -> None:
-        """`sharded`: unreduced gradients give their buffer back after every reduction. `microbatches`: None
-        where nothing is trained."""
+        """`counted`: which of this rank's numbers are in a sum over all ranks of the model: all, none, or (a
+        mask over its shard) those that no other rank holds."""
         self._layout, self._parameters, self._axis, self._region = layout, parameters, axis, region
-        self._formats, self._pool, self._device = formats, pool, pool.device
+        self._pool, self._device, self._counted = pool, pool.device, counted
         self._own, self._size = slice(*layout.shard(axis.rank)), region.stop - region.start
         self._of = f" of {layout.slots[0].name} ..."
-        self._trainable, self._microbatches = microbatches is not None, microbatches
-        self._transient = sharded or microbatches in ("reduced", "left")
+        self.sums = sums
+        """How those of a step's micro-batches are summed."""
         self.grad: Tensor | None = None
-        self.store: OffloadedGradients | None = None
-        """Where reduced gradients go, if they do not stay."""
-        self._gone = False  # gradients have left the device
+        self._away: OffloadedGradients | None = None  # where reduced gradients are that have left the device
         # of those: their sum, or those by row, which are counted where they went
         self._squares: Tensor | None = None
         self._local: Tensor | None = None
@@ -108,10 +96,10 @@ class BucketGradients:
             return False
         if factor is not None:  # factor 0 is that of a loss of nothing, which is 0 / 0
             gradient = gradient * factor if factor else torch.zeros_like(gradient)
-        if gradient.layout != torch.strided and gradient.dtype != self._formats.local:
+        if gradient.layout != torch.strided and gradient.dtype != self.sums.local:
             gradient = gradient.to_dense()  # summed in its own format
         if self._local is None:
-            self._local = self._pool.take(self._layout.size, self._formats.local)
+            self._local = self._pool.take(self._layout.size, self.sums.local)
             for start, stop in self._layout.gaps():
                 self._local[start:stop].zero_()
         view = self._local[slot.start : slot.stop].view(slot.shape)
@@ -147,60 +135,53 @@ class BucketGradients:
         slot = self._layout.slots[index]
         return self._local[slot.start : slot.stop].view(slot.shape)
 
-    def make_room(
-        self, microbatches: Microbatches, formats: Formats, store: OffloadedGradients | None
-    ) -> None:
-        """Add several micro-batches up from the coming step on, in these formats, with this store."""
+    def make_room(self, sums: GradientSum) -> None:
+        """Sum several micro-batches in this way, from the coming step on."""
         self.clear()
-        self._go_to(store)
-        self._microbatches, self._formats = microbatches, formats
-        self._transient = self._transient or microbatches in ("reduced", "left")
+        self._go_on(sums)
         self.drop()
 
     def drop(self) -> None:
         """Let go of the memory, between steps: the next backward takes what it needs."""
         self._local = self.grad = None
 
-    def keep_adding(self, formats: Formats, store: OffloadedGradients | None) -> None:
-        """Have the reduced gradients here, in memory of their own, and further ones of the step added to
-        them, in these formats, with this store; where they are added up in the store, leave them there."""
-        if self.adds_there:
+    def keep_adding(self, sums: GradientSum) -> None:
+        """Have further gradients of the step added, in this way, to those that are reduced."""
+        if isinstance(sums, Stored):  # where they are
             return
-        if self._gone or self._reduces_in_place or self._formats.reduce != formats.reduce:
-            copy = self._axis.empty(self._size, formats.reduce, self._device)
+        if self._away is not None or self.sums.in_place or self.sums.reduce != sums.reduce:
+            copy = self._axis.empty(self._size, sums.reduce, self._device)
             self.grad = copy.copy_(self.numbers())
-        if self._gone and self.store is not None:
-            self.store.clear()
-        self._gone, self._squares, self._local = False, None, None
-        self._go_to(store)
-        self._microbatches, self._formats = "reduced", formats
-        self._transient = self._reduced = True
+        self._return()
+        self._local = None
+        self._go_on(sums)
+        self._reduced = True
 
-    def _go_to(self, store: OffloadedGradients | None) -> None:
-        if self.store is not None and self.store is not store:
-            self.store.release()
-        self.store = store
+    def _go_on(self, sums: GradientSum) -> None:
+        before, self.sums = self.sums.store, sums
+        if before is not None and before is not sums.store:
+            before.release()
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a
         gradient count as zero."""
         self.take_back()
         if self._local is None:
-            self._local = self._pool.take(self._layout.size, self._formats.local).zero_()
+            self._local = self._pool.take(self._layout.size, self.sums.local).zero_()
         for index, slot in enumerate(self._layout.slots):
             if index not in self._arrived:
                 self._local[slot.start : slot.stop].zero_()
         if self.grad is None:
-            if self._reduces_in_place:
+            if self.sums.in_place:
                 self.grad = self._local[self._region]
-            elif self.store is not None:  # to which they go, so that the memory comes back
-                self.grad = self._pool.take(self._size, self._formats.reduce)
+            elif self.sums.store is not None:  # to which they go, so that the memory comes back
+                self.grad = self._pool.take(self._size, self.sums.reduce)
             else:
-                self.grad = self._axis.empty(self._size, self._formats.reduce, self._device)
+                self.grad = self._axis.empty(self._size, self.sums.reduce, self._device)
         self._reducing = self._axis.reduce_scatter(
             self.own_shard, self._local, accumulate=self._reduced, of=self._of
         )
-        self._reduced = not self.adds_there
+        self._reduced = isinstance(self.sums, Reduced)
 
     def take_back(self) -> None:
         """Let autograd make gradients of its own again, not add to those that are here."""
@@ -219,11 +200,11 @@ class BucketGradients:
         step, so that the gradients can go to where they are used."""
         self._reducing.wait()
         self._arrived.clear()
-        leaves, gone = False, True
-        if self.store is not None and self.grad is not None and (last or self.store.adds):
-            leaves, gone = True, self._leave(self.store, last)
-        if self._local is not None and (self._transient or leaves):
-            if gone or not self._reduces_in_place:  # else it is what has just begun to leave
+        gone, store = True, self.sums.store
+        if store is not None and self.grad is not None and (last or self.sums.leaves):
+            gone = self._leave(store, last)
+        if self._local is not None and self.sums.frees:
+            if gone or not self.sums.in_place:  # else it is what has just begun to leave
                 self._pool.give(self._local, self._reducing)
             self._local = None
 
@@ -239,22 +220,28 @@ class BucketGradients:
         elif last:
             self._squares = torch.zeros(self._layout.shard_size // ALIGN, dtype=torch.float64)
         gone = store.put(self.grad, self._count if last and store.adds else None)
-        if gone and not self._reduces_in_place:
+        if gone and not self.sums.in_place:
             self._pool.give(self.grad, self._reducing)
-        self.grad, self._gone = None, True
+        self.grad, self._away = None, store
         return gone
+
+    def _return(self) -> None:
+        """Forget those that have left the device."""
+        if self._away is not None:
+            self._away.clear()
+        self._away = self._squares = None
 
     def _count(self, start: int, gradient: Tensor) -> None:
         """Note the squares of what counts of the sums of gradients, from element `start` of the region on. In
         any thread."""
         begin = start + self._region.start
         inside = overlap(Interval(begin, begin + gradient.numel()), self._own)
-        if not inside or self.counted is False:
+        if not inside or self._counted is False:
             return
         assert self._squares is not None
         part = gradient[inside.since(begin)]
-        if self.counted is not True:
-            part = part * self.counted[inside.since(self._own.start)].to(part.device)
+        if self._counted is not True:
+            part = part * self._counted[inside.since(self._own.start)].to(part.device)
         if rest := -part.numel() % ALIGN:  # padding, which is zero, is behind it
             part = torch.nn.functional.pad(part, (0, rest))
         at = (inside.start - self._own.start) // ALIGN
@@ -270,8 +257,8 @@ class BucketGradients:
     def numbers(self) -> Tensor:
         """The reduced gradients of `region`, on the device or, where they went there, on the CPU; a copy of
         those in files."""
-        if self._gone and self.store is not None:
-            return self.store.whole() if self.extents is None else self.store.read(0, self._size)
+        if (away := self._away) is not None:
+            return away.whole() if self.extents is None else away.read(0, self._size)
         if self.grad is None:
             raise RuntimeError("the bucket has no reduced gradients")
         return self.grad
@@ -280,17 +267,17 @@ class BucketGradients:
     def extents(self) -> Sequence[int] | None:
         """The extents of files that the reduced gradients are in, one for each of `offloaded_states`; None
         where they are not in files."""
-        return None if self.store is None or self.store.store.in_memory else self.store.extents
+        store = self.sums.store
+        return None if store is None or store.store.in_memory else store.extents
 
     def squares(self) -> Tensor:
         """The sum of squares of what counts in this rank's shard of the reduced gradients: a float64
         scalar."""
         if self._squares is not None:
-            if self._squares.dim():
-                assert self.store is not None
-                self.store.settle()
+            if self._squares.dim() and self._away is not None:
+                self._away.settle()
             return self._squares.sum().to(self._device)
-        if self.counted is False:
+        if self._counted is False:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return squared_norm(self._counted_shard()).to(self._device)
 
@@ -298,7 +285,7 @@ class BucketGradients:
         """The sum of squares of what counts in this rank's shard of the reduced gradients, by parameter:
         float64."""
         found = torch.zeros(len(self._layout.slots), dtype=torch.float64, device=self._device)
-        if self.counted is False:
+        if self._counted is False:
             return found
         rows = squares_by_row(self._counted_shard())
         at = {slot.name: index for index, slot in enumerate(self._layout.slots)}
@@ -312,7 +299,7 @@ class BucketGradients:
         """This rank's shard of the reduced gradients, wherever they are, with zero for what does not
         count."""
         shard = self.part(self._own.start, self._own.stop)
-        return shard if isinstance(self.counted, bool) else shard * self.counted.to(shard.device)
+        return shard if isinstance(self._counted, bool) else shard * self._counted.to(shard.device)
 
     def whole(self) -> Tensor:
         """The reduced gradients of all ranks, in the reduce dtype."""
@@ -328,8 +315,8 @@ class BucketGradients:
         """The reduced gradients of elements [start, stop) of the flat buffer, which are of `region`: those
         themselves, or a copy of what is off the device."""
         low, high = start - self._region.start, stop - self._region.start
-        if self._gone and self.store is not None:
-            return self.store.read(low, high)
+        if self._away is not None:
+            return self._away.read(low, high)
         return self.numbers()[low:high]
 
     def write(self, index: int, flat: Tensor) -> None:
@@ -341,8 +328,8 @@ class BucketGradients:
         self.ever_arrived.add(index)
 
     def _set(self, inside: Interval, numbers: Tensor) -> None:
-        if self._gone and self.store is not None:
-            self.store.write(inside.start - self._region.start, numbers)
+        if self._away is not None:
+            self._away.write(inside.start - self._region.start, numbers)
         else:
             self.part(*inside).copy_(numbers)
 
@@ -355,48 +342,23 @@ class BucketGradients:
     def clear(self) -> None:
         """Forget all gradients, reduced or not."""
         self.take_back()
-        self.finish_reduce()
         self._reducing.settle()
-        if self._gone and self.store is not None:
-            self.store.clear()
-            self._gone, self._squares = False, None
+        self._arrived.clear()
+        if self.sums.leaves:
+            self.grad = None
+        if self._local is not None and self.sums.frees:
+            self._pool.give(self._local, self._reducing)
+            self._local = None
+        self._return()
         self.ever_arrived.clear()
         self._reduced = False
 
     # ---- accounting
 
     @property
-    def leaves(self) -> bool:
-        """Whether reduced gradients leave at each of their reductions."""
-        return self.store is not None and self._microbatches != "reduced"
-
-    @property
-    def comes(self) -> bool:
-        """Whether the memory of unreduced gradients comes and goes in a backward."""
-        return self._trainable and (self._transient or self.leaves) and self._microbatches != "added"
-
-    @property
-    def adds_there(self) -> bool:
-        """Whether the gradients of several micro-batches are added up where they are held."""
-        return self.store is not None and self.store.adds
-
-    @property
-    def _reduces_in_place(self) -> bool:
-        """Whether reduced gradients are in the buffer of those before reduction."""
-        if self.adds_there and self._axis.size == 1:
-            return True
-        return self._formats.local == self._formats.reduce and not self._transient
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes that reduced gradients take for themselves."""
-        apart = self._trainable and not self._reduces_in_place
-        return self._size * self._formats.reduce.itemsize if apart else 0
-
-    @property
     def unreduced(self) -> int:
         """Bytes of gradients before they are reduced, where those stay."""
-        return self._layout.size * self._formats.local.itemsize if self._trainable and not self.comes else 0
+        return 0 if self.sums.comes else self._layout.size * self.sums.local.itemsize
 
     @property
     def live(self) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from polyreme.layout.bucket_layout import ALIGN
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.buffer_pool import Buffers
+from polyreme.zero.gradient_sums import Stored
 
 
 def coming(bucket: Bucket) -> int:
@@ -18,12 +19,9 @@ def coming(bucket: Bucket) -> int:
 def borrows(bucket: Bucket) -> tuple[Buffers, Buffers, Buffers]:
     """What it takes of the pool and gives back: for gradients before they are reduced, for reduced ones,
     and for the shard that the other ranks get."""
-    local = [(bucket.layout.size, bucket.formats.local)] if bucket.gradients.comes else []
-    room = (
-        [(bucket.region.stop - bucket.region.start, bucket.formats.reduce)]
-        if bucket.gradients.leaves and bucket.gradients.reduced_bytes
-        else []
-    )
+    sums, region = bucket.gradients.sums, bucket.region.stop - bucket.region.start
+    local = [(bucket.layout.size, sums.local)] if bucket.trainable and sums.comes else []
+    room = [(region, sums.reduce)] if sums.leaves and not sums.in_place else []
     here = (
         [(bucket.layout.shard_size, bucket.formats.compute)]
         if bucket.is_offloaded and bucket.axis.size > 1
@@ -38,13 +36,11 @@ def staying(bucket: Bucket) -> tuple[int, int, int]:
     parameters = (
         (bucket.layout.shard_size if not bucket.is_offloaded else 0) if bucket.sharded else bucket.layout.size
     )
-    gradients = bucket.gradients.unreduced
-    if bucket.trainable:
-        gradients += 0 if bucket.gradients.leaves else bucket.gradients.reduced_bytes
-        # squares by row
-        gradients += (
-            bucket.layout.shard_size // ALIGN * torch.float64.itemsize if bucket.gradients.adds_there else 0
-        )
+    gradients, sums = bucket.gradients.unreduced * bucket.trainable, bucket.gradients.sums
+    if bucket.trainable and not (sums.leaves or sums.in_place):
+        gradients += region * sums.reduce.itemsize
+    if isinstance(sums, Stored):  # squares by row
+        gradients += bucket.layout.shard_size // ALIGN * torch.float64.itemsize
     master = bucket.master is not None and (
         bucket.is_offloaded or bucket.formats.master != bucket.formats.compute
     )

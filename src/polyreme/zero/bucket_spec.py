@@ -15,8 +15,8 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 from polyreme.layout.bucket_layout import BucketLayout
 from polyreme.layout.region import StridedRange
-from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.formats import Formats
+from polyreme.zero.gradient_sums import Accumulation
 from polyreme.zero.residency import Residency
 
 Offloaded = Literal["states", "params", "gradients"]
@@ -30,19 +30,19 @@ class BucketSpec:
 
     names: all names of each of them, in the order of `layout`, whose slots have the first ones. axis: the
     ranks that hold replicas of them, over which they are sharded and their gradients are summed.
-    microbatches: how a step's are added up; None where nothing is trained. stages: those of the pipeline that
-    use the bucket; tie: the ranks of the pipeline that have a copy of it, if others do. counted: which of
-    this rank's numbers count in a sum over all ranks of the model: all, none, or (each in what begins at an
-    element of the flat buffer) those that no other rank holds. persistent: whether its parameters stay whole
-    at stage 3, too. at: where its first parameter comes in the
-    order of registration."""
+    accumulation: how micro-batches of a step are added up; None where nothing is trained. stages: those of
+    the pipeline that use the bucket; tie: the ranks of the pipeline that have a copy of it, if others do.
+    counted: which of this rank's numbers count in a sum over all ranks of the model: all, none, or (each in
+    what begins at an element of the flat buffer) those that no other rank holds. persistent: whether its
+    parameters stay whole at stage 3, too. at: where its first parameter comes in the order of
+    registration."""
 
     layout: BucketLayout
     names: Sequence[Sequence[str]]
     axis: Axis
     residency: Residency
     formats: Formats
-    microbatches: Microbatches | None = "one"
+    accumulation: Accumulation | None = None
     offloaded: Collection[Offloaded] = ()
     stages: tuple[int, ...] = (0,)
     tie: Axis | None = None
@@ -53,7 +53,7 @@ class BucketSpec:
     @property
     def trainable(self) -> bool:
         """Whether an optimizer updates it."""
-        return self.microbatches is not None
+        return self.accumulation is not None
 
     @property
     def own(self) -> slice:
@@ -69,9 +69,9 @@ class BucketSpec:
     def mask(self, device: torch.device) -> bool | Tensor:
         """`counted` of this rank's shard: of some of its numbers a flat tensor of ones and zeros, of the
         reduce dtype."""
-        if isinstance(self.counted, bool):
-            return self.counted
-        mask = torch.zeros(self.layout.size, dtype=self.formats.reduce)
+        if isinstance(self.counted, bool) or self.accumulation is None:
+            return self.counted is True
+        mask = torch.zeros(self.layout.size, dtype=self.accumulation.reduce)
         for start, strided in self.counted:
             strided.of(mask[start:]).fill_(1)
         return mask[self.own].to(device)

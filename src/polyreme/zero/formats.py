@@ -9,13 +9,9 @@ import torch
 
 @dataclass(frozen=True)
 class Formats:
-    """Number formats of a bucket: of parameters in the model, of the optimizer's copy, of reduced gradients,
-    and of gradients on this rank before reduction (wider than `compute` where several micro-batches are added
-    up first)."""
+    """Number formats of a bucket: of parameters in the model, and of the optimizer's copy."""
 
     compute: torch.dtype
     master: torch.dtype
-    reduce: torch.dtype
-    local: torch.dtype
     quantized: bool = False
     """Whether parameters are gathered for a forward or a backward in a byte a number, and not exactly."""

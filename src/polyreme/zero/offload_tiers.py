@@ -20,7 +20,6 @@ from polyreme.offload.store import Store
 from polyreme.optim.groups import Group
 from polyreme.optim.quantized_states import States
 from polyreme.zero.bucket import BucketMemory
-from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.bucket_spec import BucketSpec
 from polyreme.zero.buffer_pool import Pool
 
@@ -49,24 +48,24 @@ class OffloadTiers:
         if "states" in spec.offloaded and self.store is not None:
             master, transfer = spec.formats.master, self.transfer
             states = OffloadedStates(spec.layout, spec.region, groups, master, self.store, self.compact)
-            if "gradients" in spec.offloaded and spec.microbatches is not None:
-                gradients = self.gradients_of(states, spec.region, spec.formats.reduce, spec.microbatches)
+            if "gradients" in spec.offloaded and (sums := spec.accumulation) is not None:
+                gradients = self.gradients_of(states, spec.region, sums.reduce, sums.how == "stored")
         if "params" in spec.offloaded and self.parameters is not None:
             shard = OffloadedShard(self.parameters, spec.layout.shard_size, spec.formats.compute)
         return BucketMemory(pool, states, shard, gradients, transfer)
 
     def gradients_of(
-        self, states: OffloadedStates, region: slice, dtype: torch.dtype, microbatches: Microbatches
+        self, states: OffloadedStates, region: slice, dtype: torch.dtype, adds: bool
     ) -> OffloadedGradients | None:
         """The reduced gradients of a bucket's `region`, whose offloaded states are `states`, where they do
-        not stay."""
+        not stay. `adds`: see there."""
         if self.gradients is None:
             return None
         parts = [Interval(0, region.stop - region.start)]
         if not self.gradients.in_memory:
             intervals = [extent.interval for extent in states]
             parts = [Interval(each.start - region.start, each.stop - region.start) for each in intervals]
-        return OffloadedGradients(self.gradients, parts, dtype, adds=microbatches == "left")
+        return OffloadedGradients(self.gradients, parts, dtype, adds)
 
     def commit(self) -> None:
         """Take the space of all that was reserved. Raises TierError on every rank where ranks of one host

@@ -48,19 +48,17 @@ class Reducer:
         self,
         buckets: Sequence[Bucket],
         microbatches: int = 1,
-        every_time: bool = False,
         stages: Collection[int] = (0,),
         gathers: bool = False,
     ) -> None:
-        """`every_time`: reduce after each of the `microbatches`, not after the last; it may change between
-        steps. `stages`: those of this rank. `gathers`: backwards gather parameters, if only frozen ones."""
+        """`stages`: those of this rank. `gathers`: backwards gather parameters, if only frozen ones."""
         self._order = list(reversed(buckets))
         self._index: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index)
             for bucket in buckets
             for index, parameter in enumerate(bucket.parameters)
         }
-        self.every_time, self._stages = every_time, {*stages}
+        self._stages = {*stages}
         self.count(microbatches)
         self._left: dict[Bucket, int] = {}
         self._gathers, self._by_arrival = gathers, not gathers
@@ -161,7 +159,7 @@ class Reducer:
         self._backward, self._factor = "own", None
         for bucket in used if last else ():
             self._left[bucket] -= 1
-        complete = [bucket for bucket in used if last and (self.every_time or not self._left[bucket])]
+        complete = [b for b in used if last and (b.gradients.sums.reduces_each or not self._left[b])]
         self._listen(complete)
         self._waiting = {bucket: set(range(len(bucket.parameters))) for bucket in complete}
         self._adding = {*used} - {*complete}

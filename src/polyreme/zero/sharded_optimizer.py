@@ -94,12 +94,12 @@ class Update:
             return
         target = self.bucket.rounded(keep=bool(left_out))
         coming = iter(stream)
-        gradients = iter(gradient_extents)
+        gradients, dtype = iter(gradient_extents), self.bucket.gradients.sums.reduce
         for extent, turn in groupby(self._pieces, lambda piece: piece.extent):
             memory = None if extent is None else next(coming)
             gradient, start = grad, None
             if gradient is None and extent is not None:
-                gradient, start = next(gradients).view(self.bucket.formats.reduce), extent.interval.start
+                gradient, start = next(gradients).view(dtype), extent.interval.start
             assert gradient is not None
             for piece in turn:
                 if piece not in left_out:
