@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ import models
 import polyreme
 import probe
 import training
+from polyreme.distributed.mesh import Axis
 from polyreme.distributed.shared_memory import heap
-from polyreme.errors import ModelError
+from polyreme.distributed.work import Work
+from polyreme.errors import ModelError, TransportError
 from pool import Ranks
 
 WIDTH, TIMEOUT = 16, 60
@@ -332,3 +335,29 @@ def divided(rank: int, world: int) -> str:
 
 def test_a_divided_model_of_a_closed_engine_refuses_calls(ranks: Ranks) -> None:
     assert all("engine is closed" in each for each in ranks(2, divided))
+
+
+class Lost:
+    """An operation of a backend whose other ranks have gone."""
+
+    def wait(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+def after_a_failure(rank: int, world: int) -> list[str]:
+    """What engines leave whose exchanges failed."""
+    found = []
+    for stage, exchange in ((0, "reduce_scatter"), (2, "reduce_scatter"), (3, "all_gather")):
+        model = network()
+        config = {"batch": {"size": 4}, "zero": {"stage": stage, "min_bucket": 0}}
+        with polyreme.initialize(model, config, loss_fn=nn.functional.mse_loss) as engine:
+            train(engine)
+            lost = mock.patch.object(Axis, exchange, lambda *_, **__: Work([Lost()], what=exchange))
+            with lost, pytest.raises(TransportError, match="connection closed by peer"):
+                train(engine)
+        found += [f"{exchange}: {what}" for what in changed(model)] if stage < 3 else []
+    return found
+
+
+def test_an_engine_closes_after_a_failed_exchange(ranks: Ranks) -> None:
+    assert ranks(2, after_a_failure) == [[]] * 2

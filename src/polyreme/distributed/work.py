@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -85,6 +85,13 @@ class Work:
         if self._settled is not None:
             with self._waiting():
                 self._settled(True)
+
+    def join(self, settled: bool = False) -> bool:
+        """Return when it is complete, or `settled`, or has failed: whether it has not."""
+        if self._failed is None:
+            with suppress(TransportError):
+                self.settle() if settled else self.wait()
+        return self._failed is None
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

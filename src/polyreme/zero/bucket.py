@@ -309,7 +309,8 @@ class Bucket:
         if self._state == "fetching":
             self._begin()
         if self._state == "gathering":
-            self._gathered()
+            self._gathering.wait()
+            self._give_back()
             self._state = "full"
             self.presence.become(GATHERED, self.parameters)
 
@@ -319,11 +320,10 @@ class Bucket:
         if self.sharded and self._state == "full" and self._summoned is None:
             self.presence.become(state, self.parameters)
 
-    def _gathered(self) -> None:
-        self._gathering.wait()
+    def _give_back(self) -> None:
         if self._here is not None:
             self._pool.give(self._here, self._gathering)
-            self._here = None
+        self._here = None
 
     def release(self) -> None:
         """Free the full buffer where parameters are sharded. Tensors that autograd saved keep pointing to it,
@@ -332,7 +332,9 @@ class Bucket:
             self._offloaded.leave()
             self._state = "released"
         elif self.sharded and self._state != "released":
-            self._gathered()
+            if not self._gathering.join():  # which others cannot read any more
+                self._here = None
+            self._give_back()
             self.presence.become(RELEASED, self.parameters)
             self.full.untyped_storage().resize_(0)
             self._state = "released"
@@ -359,7 +361,7 @@ class Bucket:
 
     def settle(self) -> None:
         """Return when this rank may write to its parameters: no other is still reading them."""
-        self._gathering.settle()
+        self._gathering.join(settled=True)
 
     def whole(self, master: bool = False) -> Tensor:
         """A full buffer of current values, in the compute dtype or the master's; valid until the bucket's

@@ -342,12 +342,13 @@ class BucketGradients:
     def clear(self) -> None:
         """Forget all gradients, reduced or not."""
         self.take_back()
-        self._reducing.settle()
+        complete = self._reducing.join(settled=True)  # what has failed is over, too
         self._arrived.clear()
         if self.sums.leaves:
             self.grad = None
         if self._local is not None and self.sums.frees:
-            self._pool.give(self._local, self._reducing)
+            if complete:
+                self._pool.give(self._local, self._reducing)
             self._local = None
         self._return()
         self.ever_arrived.clear()
