@@ -2,52 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import resource
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import models
 from polyreme.config import Config
-from polyreme.distributed.mesh import SimulatedMesh
-from polyreme.engine import Engine
-from polyreme.errors import WARNS
+from polyreme.simulation import META, simulated
+from polyreme.step.step import StepResult
 
-
-@pytest.fixture(autouse=True)
-def warns() -> Iterator[None]:
-    """Other ranks than the first leave warnings to it."""
-    before = WARNS.get()
-    yield
-    WARNS.set(before)
-
-
+CPU = torch.device("cpu")
 SIZES = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
+STEPS = 2
+Traffic = dict[str, dict[str, tuple[int, int]]]
 
 
-def engine_of(rank: int, sizes: dict[str, int], stage: int) -> Engine:
+def config_of(sizes: dict[str, int], count: int = 1, **sections: Any) -> Config:
+    """On a mesh of these sizes, with `count` micro-batches of 2 samples in a step."""
     sizes = SIZES | sizes
-    world = sizes["dp"] * sizes["tp"]
-    given: dict[str, Any] = {
-        "mesh": {**sizes, "tp_plan": {"0": "colwise", "2": "rowwise"}} if sizes["tp"] > 1 else sizes,
-        "batch": {"size": 2 * sizes["dp"], "micro": 2},
-        "zero": {"stage": stage},
-        "optimizer": {"clip": "none"},
+    given = {
+        "batch": {"size": 2 * count * sizes["dp"], "micro": 2},
+        **sections,
+        "mesh": sizes | sections.get("mesh", {}),
     }
-    config = Config.load(given).resolve(world)
+    return Config.load(given).resolve(math.prod(sizes.values()))
+
+
+def run(
+    model: Callable[[], nn.Module],
+    batch: Any,
+    config: Config,
+    rank: int,
+    device: torch.device = CPU,
+    loss_fn: Any = None,
+) -> tuple[list[StepResult], Traffic]:
+    with simulated(model, config, rank, device, loss_fn=loss_fn) as engine:
+        return [engine.train_step(batch) for _ in range(STEPS)], engine.mesh.traffic()
+
+
+def steps(rank: int, sizes: dict[str, int], stage: int) -> tuple[list[tuple[float, float]], Traffic]:
+    plan: dict[str, Any] = {"mesh": {"tp_plan": {"0": "colwise", "2": "rowwise"}}} if "tp" in sizes else {}
+    config = config_of(sizes, zero={"stage": stage}, optimizer={"clip": "none"}, **plan)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    mesh = SimulatedMesh.of(config.axes, config.mesh.order, rank, torch.device("cpu"))
-    return Engine(model, config, mesh, loss_fn=nn.functional.mse_loss)
-
-
-def steps(rank: int, sizes: dict[str, int], stage: int) -> tuple[list[tuple[float, float]], Engine]:
-    engine = engine_of(rank, sizes, stage)
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(2, 8, generator=generator), torch.randn(2, 4, generator=generator)
-    results = [engine.train_step(batch) for _ in range(2)]
-    return [(result.loss, result.grad_norm) for result in results], engine
+    results, traffic = run(lambda: model, batch, config, rank, loss_fn=nn.functional.mse_loss)
+    return [(result.loss, result.grad_norm) for result in results], traffic
 
 
 @pytest.mark.filterwarnings("ignore:all 4 data-parallel ranks")
@@ -70,7 +77,73 @@ def test_a_rank_of_tensor_parallelism_counts_its_loss(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 511, 1023])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_of_a_thousand_ranks_any_one_steps(rank: int, stage: int) -> None:
-    found, engine = steps(rank, {"dp": 1024}, stage)
+    found, traffic = steps(rank, {"dp": 1024}, stage)
     assert all(0 <= number < 100 for each in found for number in each)
-    padded = engine.mesh.traffic()["dp"]["reduce_scatter"][1] // 1023 // 2 * 1024
+    padded = traffic["dp"]["reduce_scatter"][1] // 1023 // 2 * 1024
     assert padded % (4 * 64 * 1024) == 0  # every shard is of whole vectors, in each of the two steps
+
+
+# ---- without numbers
+
+HOST = {"states": "host", "params": "host", "activations": "host"}
+TINY: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 8}
+CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
+    **{f"stage {stage}": ({"dp": 16}, 1, {"zero": {"stage": stage}}) for stage in range(4)},
+    "several micro-batches": ({"dp": 4}, 3, {"zero": {"stage": 2}, "precision": {"compute": "bf16"}}),
+    "fp16": ({"dp": 4}, 2, {"zero": {"stage": 1}, "precision": {"compute": "fp16"}}),
+    "copies": ({"dp": 16}, 2, {"zero": {"stage": 3, "shard_over": 4}}),
+    "in bytes": (
+        {"dp": 16},
+        1,
+        {"zero": {"stage": 3, "shard_over": 4, "quantized_weights": True, "quantized_gradients": True}},
+    ),
+    "tp": ({"dp": 2, "tp": 2}, 1, {"zero": {"stage": 3}}),
+    "sequence": ({"dp": 4, "tp": 8}, 2, {"zero": {"stage": 2}, "mesh": {"sequence_parallel": True}}),
+    "host": ({"dp": 4}, 2, {"zero": {"stage": 3}, "memory": HOST, "precision": {"compute": "bf16"}}),
+    "host, 8 bits": ({"dp": 4}, 1, {"memory": {"states": "host"}, "optimizer": {"states": "8bit"}}),
+    "muon": ({"dp": 4}, 1, {"zero": {"stage": 2}, "optimizer": {"name": "muon"}}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:all [0-9]+ data-parallel ranks")
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_without_numbers_has_the_traffic_of_one_with(case: str) -> None:
+    sizes, count, sections = CASES[case]
+    zero = {"persistence_threshold": 0, "bucket_size": 4096, "min_bucket": 0} | sections.get("zero", {})
+    ids = torch.randint(0, models.VOCABULARY, (2 * count, 16), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    rank = math.prod(sizes.values()) - 2
+    config = config_of(sizes, count, **sections | {"zero": zero})
+    found = {
+        device: run(partial(models.llama, **TINY), batch, config, rank, device) for device in (CPU, META)
+    }
+    results, traffic = found[META]
+    assert traffic == found[CPU][1] and traffic
+    for result, real in zip(results, found[CPU][0], strict=True):
+        assert math.isnan(result.loss) and not result.skipped
+        assert (result.step, result.tokens, result.samples) == (real.step, real.tokens, real.samples)
+
+
+def large() -> nn.Module:
+    """7 billion parameters."""
+    return models.llama(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        vocab_size=32000,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:all [0-9]+ data-parallel ranks")
+def test_any_of_a_thousand_ranks_steps_with_a_large_model() -> None:
+    """Of whose parameters this process has not one."""
+    ids = torch.randint(0, 32000, (2, 512))
+    config = config_of({"dp": 128, "tp": 8}, zero={"stage": 3}, precision={"compute": "bf16"})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for rank in (0, 517, 1023):
+        results, traffic = run(large, {"input_ids": ids, "labels": ids}, config, rank, META)
+        assert results[-1].step == STEPS and results[-1].tokens == 128 * ids.numel()
+        assert traffic["dp"]["reduce_scatter"][1] > 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10

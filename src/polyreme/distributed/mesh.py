@@ -236,6 +236,8 @@ class Mesh:
     _backend: str | None = None
     host_of: Sequence[str] = ("this one",)
     """The name of the host that each rank is on."""
+    has_numbers: bool = True
+    """Whether this rank computes, and does not only count."""
     _made: dict[tuple[Any, ...], Axis] = field(default_factory=dict)
     """Axes beside `axes`."""
     _shard: Axis | None = None
@@ -393,12 +395,21 @@ class SimulatedMesh(Mesh):
     give what this one gives (`simulated`). Communication: none."""
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int], order: Sequence[str], rank: int, device: torch.device) -> Self:
-        """That of rank `rank`, where each host has as many ranks as this one has GPUs, or all."""
+    def of(
+        cls,
+        sizes: Mapping[str, int],
+        order: Sequence[str],
+        rank: int,
+        device: torch.device,
+        has_numbers: bool = True,
+    ) -> Self:
+        """That of rank `rank`, where each host has as many ranks as this one has GPUs, or all. has_numbers:
+        whether it computes, which none does on the meta device."""
         world_size = math.prod(sizes.values())
         each = torch.cuda.device_count() or world_size
         hosts = [f"host {other // each}" for other in range(world_size)]
-        mesh = cls(rank, world_size, device, sizes, order, host_of=hosts)
+        has_numbers = has_numbers and device.type != "meta"
+        mesh = cls(rank, world_size, device, sizes, order, host_of=hosts, has_numbers=has_numbers)
         mesh._build()
         return mesh
 

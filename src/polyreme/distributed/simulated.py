@@ -32,7 +32,8 @@ class Simulated:
         return DONE
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
-        sum_into(out, [full.chunk(self._size)[self._rank]] * self._size, accumulate)
+        part = full.chunk(self._size)[self._rank]
+        sum_into(out, [part.to(out.dtype) * self._size], accumulate)
         return DONE
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], of: str) -> Work:
@@ -45,7 +46,7 @@ class Simulated:
         return DONE
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        sum_into(tensor, [tensor.clone()] * self._size, False)
+        tensor.mul_(self._size)
         return DONE
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:

@@ -24,6 +24,7 @@ from polyreme.errors import ModelError
 from polyreme.offload.copy_stream import copy_stream_to
 from polyreme.offload.file import FileStore
 from polyreme.offload.host import HostStore
+from polyreme.offload.planned import PlannedStore
 from polyreme.offload.store import Opened, Store, Traffic
 
 AHEAD = 2
@@ -45,7 +46,9 @@ class ActivationOffload:
         self._stays: set[int] = set()  # storages
         self._copy_stream = copy_stream_to(device)
         self._store: Store = HostStore(device, self._copy_stream, "activations")
-        if folder is not None:
+        if device.type == "meta":
+            self._store = PlannedStore(folder is None)
+        elif folder is not None:
             pin = device.type == "cuda"
             self._store = FileStore(
                 [folder], 0, None, buffers=0, threads=THREADS, copy_stream=self._copy_stream, pin=pin

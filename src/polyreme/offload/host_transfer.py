@@ -36,7 +36,7 @@ class HostTransfer:
     @classmethod
     def over(cls, device: torch.device) -> HostTransfer | None:
         """None for a CPU, which has its parameters at hand."""
-        return None if device.type == "cpu" else cls(device)
+        return None if device.type in ("cpu", "meta") else cls(device)
 
     def send(
         self, target: Tensor, fill: Callable[[Tensor], Callable[[], None] | None], workers: Workers

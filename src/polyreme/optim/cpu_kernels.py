@@ -157,6 +157,8 @@ class ChunkedKernel(Kernel):
             self._begin(parameter, state, initial)
         if self.counts:
             state["step"] += 1
+        if parameter.is_meta:  # there is nothing more to do without numbers
+            return None
         tensors = [parameter, gradient, *(state[name] for name in initial)]
         if parameter.dim() != 1:
             tensors, out = [t.view(-1) for t in tensors], None if out is None else out.view(-1)

@@ -256,10 +256,12 @@ class QuantizedKernel(Kernel):
         first = first or not fields.keys() <= state.keys() or "step" not in state
         if first:
             for name, (dtype, count) in fields.items():
-                state.setdefault(name, torch.empty(count, dtype=dtype))
+                state.setdefault(name, parameter.new_empty(count, dtype=dtype))
             state["step"] = torch.zeros((), dtype=torch.float32)
         before = state["step"].clone()
         state["step"] += 1
+        if parameter.is_meta:  # there is nothing more to do without numbers
+            return
         count = int(state["step"])
 
         compiled = cpu_kernels.compiler()

@@ -86,7 +86,9 @@ def build(
         put_off_weights(module)
     placement = share_out(module, blocks, recipe, division, settings, mesh)
     if recording is not None:
-        _make_numbers(module, recording, placement, mesh, parameters=weights)
+        if mesh.has_numbers:
+            _make_numbers(module, recording, placement, parameters=weights)
+        take_from_rank_0(module.buffers(), mesh.device, mesh.axis("loss", "tp"))
     for buffer in module.buffers():
         buffer.data = buffer.data.to(mesh.device).contiguous()
     if partition is None:
@@ -200,9 +202,7 @@ def _sent(numbers: Tensor, axis: Axis, device: torch.device) -> Tensor:
     return found
 
 
-def _make_numbers(
-    module: nn.Module, recording: Recording, placement: Placement, mesh: Mesh, parameters: bool = True
-) -> None:
+def _make_numbers(module: nn.Module, recording: Recording, placement: Placement, parameters: bool) -> None:
     """Make the initial values of what this rank has: into its buckets (with `parameters`), or as buffers."""
 
     def write(name: str, tensor: Tensor) -> None:
@@ -216,4 +216,3 @@ def _make_numbers(
 
     own = placement.where if parameters else ()
     recording.replay(write, {*own, *(name for name, _ in module.named_buffers(remove_duplicate=False))})
-    take_from_rank_0(module.buffers(), mesh.device, mesh.axis("loss", "tp"))

@@ -159,7 +159,7 @@ class Written:
             return torch.ones((), dtype=torch.float64, device=device)
         changed = [self._sums[each] != now for each, now in self._summed(bucket).items()]
         return (
-            torch.stack(changed).any().double()
+            torch.stack(changed).any().to(device, torch.float64)
             if changed
             else torch.zeros((), dtype=torch.float64, device=device)
         )
@@ -170,7 +170,7 @@ class Written:
         often."""
         for full, start, stop in itertools.islice(self._parts, 1):
             # each bit of the sum reaches the highest ones
-            return (_sum(full[start:stop]) * 0x1E3779B97F4A7C15 >> 50 & 0x3FFF).double()
+            return (_sum(full[start:stop]) * 0x1E3779B97F4A7C15 >> 50 & 0x3FFF).to(device, torch.float64)
         return torch.zeros((), dtype=torch.float64, device=device)
 
     def take_in(self) -> None:

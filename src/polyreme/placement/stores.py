@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 
 from polyreme.config.schema import is_files, tiers_of
-from polyreme.distributed.mesh import Mesh, SimulatedMesh
+from polyreme.distributed.mesh import Mesh
 from polyreme.offload.copy_stream import CopyStream, copy_stream_to
 from polyreme.offload.file import BUFFERS, FileStore
 from polyreme.offload.host import HostStore
@@ -45,8 +45,8 @@ def _store(
     where: Sequence[str], mesh: Mesh, run: str, copy_stream: CopyStream | None = None, buffers: int = BUFFERS
 ) -> Store | None:
     """This rank's tier in the host's memory, or in folders, claimed for `run`; None for the device."""
-    if isinstance(mesh, SimulatedMesh) and where != ["device"]:
-        return PlannedStore(len(where), buffers) if is_files(where) else PlannedStore()
+    if not mesh.has_numbers and where != ["device"]:
+        return PlannedStore(not is_files(where), buffers)
     if not is_files(where):
         return HostStore(mesh.device, copy_stream) if where == ["host"] else None
     pin = mesh.device.type == "cuda"

@@ -66,7 +66,7 @@ def place(model: nn.Module, config: Config, rank: int, device: torch.device | No
     `config`, resolved.
 
     Raises what `initialize` would, of a model or a config that do not go together."""
-    mesh = SimulatedMesh.of(config.axes, config.mesh.order, rank, device or device_of_ranks())
+    mesh = SimulatedMesh.of(config.axes, config.mesh.order, rank, device or device_of_ranks(), False)
     module = unwrap(model)
     made: Recipe = recipe(module, config.optimizer, None)
     pipeline = PipelineRank.of(config, mesh)

@@ -61,5 +61,5 @@ def objective(
         partial(cast_floating, dtype=wanted),
         is_split=config.accumulation * mesh.loss.size > 1,
         share=1 / config.accumulation if config.batch.mean == "ranks" else None,
-        tells=mesh.loss.rank == 0 and mesh.tp.rank == 0,
+        tells=mesh.has_numbers and mesh.loss.rank == 0 and mesh.tp.rank == 0,
     )

@@ -84,7 +84,8 @@ class StepSums:
         weights counted. `replicas`: what is compared then, where ranks have copies but over data
         parallelism."""
         self._replicas, self._options = replicas, options
-        self.mesh, self.device, self._tells, self._over_ranks = mesh, mesh.device, tells, over_ranks
+        self.mesh, self._tells, self._over_ranks = mesh, tells, over_ranks
+        self.device = mesh.device if mesh.has_numbers else torch.device("cpu")
         self.hint = 0.0
         """A power of two near the weight of a global batch; 0 before the first."""
         self.totals = Totals()
@@ -118,7 +119,7 @@ class StepSums:
 
     def add_loss(self, loss_sum: Tensor | None) -> None:
         """Add the sum of a micro-batch's losses; None: it is not known."""
-        if loss_sum is None:
+        if loss_sum is None or loss_sum.is_meta:
             self._unseen += 1
         else:
             self._loss = self._loss + loss_sum.detach().double()
@@ -145,9 +146,9 @@ class StepSums:
         ]
         counts = torch.tensor(told, dtype=torch.float64, device=self.device)
         digest = written.digest(self.device)
-        sums = torch.stack([squares, self._loss * tells])
+        sums = torch.stack([squares.to(self.device), self._loss * tells])
         writes = torch.stack([written.seen(self.device), digest, digest.square()])
-        drift = [] if self._replicas is None else [self._replicas.digest().reshape(1)]
+        drift = [] if self._replicas is None else [self._replicas.digest().to(self.device).reshape(1)]
         totals = torch.cat([*drift, sums, counts, writes])
         mesh.loss.all_reduce(totals).wait()
         total, of_squares = totals[-2:].clone()
@@ -167,7 +168,7 @@ class StepSums:
 
     def measure(self, squares: Tensor) -> None:
         """Take the total of the squares of gradients anew, of which this rank's are `squares`."""
-        total = squares.reshape(1)
+        total = squares.to(self.device).reshape(1)
         self.mesh.world.all_reduce(total).wait()
         self.totals = replace(self.totals, squares=total.item())
 

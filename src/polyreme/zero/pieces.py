@@ -61,7 +61,7 @@ class Pieces:
         self.bucket, self.compact, self._groups = bucket, compact, groups
         self.offloaded = bucket.offloaded_states
         """Where masters and states are, if they are not in the device's memory."""
-        self.one_by_one = bucket.device.type == "cpu" or self.offloaded is not None
+        self.one_by_one = bucket.device.type in ("cpu", "meta") or self.offloaded is not None
         """Whether a piece is scaled and updated before the next one is read; else all of a group are at
         once."""
         self.options: Sequence[Mapping[str, Any]] = ()

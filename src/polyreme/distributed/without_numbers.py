@@ -1,0 +1,37 @@
+"""Tensors without numbers: what a rank of a run that does not exist computes with where only shapes, bytes
+and calls are asked for.
+
+Invariant: what is read of a meta tensor is zero, in whichever way, so that code which looks at a norm, at a
+flag or at a mask goes on. No communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+class WithoutNumbers(TorchDispatchMode):
+    """Answers what is read of meta tensors, for which torch has an error: a number of one with 0, a copy on
+    another device with zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (args and isinstance(args[-1 if func is aten.copy_.default else 0], Tensor)):
+            return func(*args, **kwargs)
+        tensor = args[0]
+        if func is aten._local_scalar_dense.default and tensor.is_meta:
+            return torch.zeros((), dtype=tensor.dtype).item()
+        if (
+            func is aten._to_copy.default
+            and tensor.is_meta
+            and kwargs.get("device", tensor.device) != tensor.device
+        ):
+            return func(torch.zeros_like(tensor, device=kwargs["device"]), **kwargs)
+        if func is aten.copy_.default and args[1].is_meta and not tensor.is_meta:
+            return tensor.zero_()
+        return func(*args, **kwargs)
