@@ -97,7 +97,7 @@ def replace_row(engine: Engine, change: Callable[[Sequence[Action]], Any]) -> An
 
 def stages(engine: Engine) -> dict[int, tuple[int, bool]]:
     """Of each pipeline stage of this rank: its number of blocks, and whether it is the last of all."""
-    found: dict[int, Any] = dict(engine._training.passes._runner._stages)
+    found: dict[int, Any] = dict(engine._training.passes._stages.run)
     return {index: (stage._stop - stage._first, stage.is_last) for index, stage in found.items()}
 
 

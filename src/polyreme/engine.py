@@ -151,16 +151,9 @@ class Engine(ModuleFace):
         built = build(self.module, recording, made, blocks, pipeline, settings, mesh, weights=weights is None)
         alike = self._normalised()
         called = objective(self.module, loss_fn, made, config, mesh)
-        context = EngineContext(
-            config,
-            mesh,
-            optimizer,
-            lr_scheduler,
-            randomness,
-            Activations(config, mesh.device, self.patches),
-            Saver(mesh.aside),
-            Loaders(config, mesh),
-        )
+        activations, saver = Activations(config, mesh.device, self.patches), Saver(mesh.aside)
+        loaders, given = Loaders(config, mesh), (optimizer, lr_scheduler)
+        context = EngineContext(config, mesh, *given, randomness, activations, saver, loaders)
         self._now: Training | State = Training(self.module, made, built, called, alike, context, first)
         give_to(self, self.module)
         if lr_scheduler is not None:
@@ -191,17 +184,37 @@ class Engine(ModuleFace):
         self._refuse_frozen()
         self._look_at_mode()
         self._training.tell_failed()
-        self._training.look(self.module, self.refresh)
-        batches = micro_batches(batch, self.config, first=not self.state.step)
+        training = self._looked()
+        step, passes = training.step, training.passes
+        cut = micro_batches(batch, self.config, first=not self.state.step)
         self._refuse_within_step("train_step")
         self._comparison.compare(batch)
         self._comparison.warn()
-        batches = self._training.passes.fitted(batch, batches)
-        self._step.count_microbatches()
+        cut = passes.fitted(batch, cut)
+        step.count_microbatches()
         if self._unfinished:
-            self._step.begin()
+            step.begin()
         self._unfinished = True
-        result = self._training.passes.train(batches, self._update)
+        drawing = training.context.randomness.inside(self.state.step, "step")
+        with passes.step(cut) as row, drawing as leave:
+            for action in row:
+                match action.op:
+                    case "F":
+                        row.forward(action)
+                    case "B":
+                        row.backward(action)
+                    case "W":
+                        row.weight_gradients(action)
+                    case "SA" | "SG":
+                        row.send(action)
+                    case "RA" | "RG":
+                        row.receive(action)
+                    case "R":
+                        continue  # a stage's last backward begins it; all of them end it at once
+                    case "U":
+                        leave()  # what the user is called with here is the same on all ranks
+                        step.reduce()
+                        result = self._update()
         self._unfinished = False
         return result
 
@@ -212,8 +225,7 @@ class Engine(ModuleFace):
         its parts; nothing is updated.
 
         The modules are in evaluation mode meanwhile."""
-        self._training.look(self.module, self.refresh)
-        return self._training.passes.evaluate(self.module, batch)
+        return self._looked().passes.evaluate(self.module, batch)
 
     @collective
     @with_gradients
@@ -221,8 +233,7 @@ class Engine(ModuleFace):
         """`function(output, micro-batch)` for each micro-batch of `batch`, which is as in `eval_step`, where
         the last pipeline stage is; an empty list on other ranks. No gradients, and the modules are in
         evaluation mode meanwhile. All ranks must call."""
-        self._training.look(self.module, self.refresh)
-        return self._training.passes.outputs(self.module, batch, function)
+        return self._looked().passes.outputs(self.module, batch, function)
 
     # ---- the loop people already have
 
@@ -231,8 +242,7 @@ class Engine(ModuleFace):
         `labels` not)."""
         if self.mesh.pp.size > 1:
             raise BatchError(_CUT)
-        self._training.look(self.module, self.refresh)
-        training = self._training
+        training = self._looked()
         training.passes.enter(0, 0)
         # the batch is on the host still
         batch = kwargs or (args[0] if len(args) == 1 and not isinstance(args[0], list) else args)
@@ -313,8 +323,7 @@ class Engine(ModuleFace):
         self._step.skip_the_rest()
         self._training.tell_failed()
         self._comparison.warn()
-        self._training.look(self.module, self.refresh)
-        self._step.reduce()
+        self._looked().step.reduce()
 
     # ---- around training
 
@@ -367,7 +376,7 @@ class Engine(ModuleFace):
         adapters_only: of a PEFT model, its adapters and their optimizer states, without the base. Raises
         CheckpointError on every rank; what was at the path before is then still there. ModelError where more
         than adapters trains."""
-        self._training.look(self.module, self.refresh)
+        self._looked()
         self._take_in_writes()
         self._training.save(Path(path), tokenizer, extra or {}, wait, adapters_only)
         return Path(path)
@@ -382,7 +391,7 @@ class Engine(ModuleFace):
         states, random numbers and the place in the data aside. Raises CheckpointError on every rank where
         that cannot be; nothing has changed then."""
         self._refuse_within_step("load")
-        self._training.look(self.module, self.refresh)
+        self._looked()
         self.wait()
         self._take_in_writes()
         found = self._training.load(Path(path), strict, weights_only)
@@ -544,6 +553,11 @@ class Engine(ModuleFace):
         if isinstance(self._now, State):
             raise ModelError(_CLOSED)
         return self._now
+
+    def _looked(self) -> Training:
+        """What trains the model, which has what a script changed of its optimizer's groups."""
+        self._training.look(self.module, self.refresh)
+        return self._training
 
     @property
     def _step(self) -> Step:

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError
-from polyreme.pipeline.executor import Calls, Runner
+from polyreme.pipeline.executor import Calls, Row, Stages
 from polyreme.pipeline.schedule import Action
 
 
@@ -32,15 +32,12 @@ class Sent(Axis):
 
 def test_shapes_are_told_once_and_must_follow_from_the_batchs() -> None:
     axis = Sent()
-    runner = Runner([0, 1], axis, torch.device("cpu"), {0: lambda forward, received: forward()})
+    stages = Stages([0, 1], axis, torch.device("cpu"), {0: lambda forward, received: forward()})
     row = [Action("F", 0, 0), Action("SA", 0, 0)]
 
     def run(length: int, batch: str) -> None:
-        runner.run(
-            row,
-            Calls(lambda stage, i: None, lambda i: torch.ones(2, length), lambda i, output: None),
-            [batch],
-        )
+        calls = Calls(lambda action: None, lambda batch: torch.ones(2, length), lambda batch, output: None)
+        Row(stages, row, calls, [batch], [batch]).run()
 
     for length, batch in ((3, "short"), (3, "short"), (4, "long"), (3, "short")):
         run(length, batch)

@@ -347,4 +347,12 @@ def test_a_schedule_that_cannot_be_built(arguments: tuple[Any, ...], words: str)
 
 def test_the_next_backward() -> None:
     row = build("1f1b", 2, 3)[0]  # F0 F1 B0 F2 B1 B2
-    assert next_backwards(row) == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2), None]
+    found = next_backwards(row)
+    assert [found[action] for action in row if action in found] == [
+        (0, 0),
+        (0, 0),
+        (0, 1),
+        (0, 1),
+        (0, 2),
+        None,
+    ]

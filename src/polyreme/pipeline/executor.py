@@ -1,4 +1,4 @@
-"""The interpreter: executes a row of a schedule, action by action. The only step path of the engine.
+"""The interpreter: what each action of a schedule's row does. The only step path of the engine.
 
 Invariant: a micro-batch's tensors are kept from its forward to its backward at a stage, and no longer, but
 for what a W needs of them; what arrives is used by the stage that the table names. The shapes of what crosses
@@ -9,9 +9,9 @@ Sends are not waited for before the row ends, receives not before their value is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,21 +35,32 @@ def whole(forward: Callable[[], Any], received: Any) -> Any:
 
 @dataclass(frozen=True)
 class Calls:
-    """What the actions do with micro-batch i.
+    """What the actions do with a micro-batch.
 
-    enter(stage, i) comes before a forward or backward. forward(i) calls the model. loss(i, output) takes note
-    of the last stage's output; root(i) is what its backward begins with. differentiate(stage, roots,
-    gradients) is a backward; where the table has W, it returns what that does. update() ends the row. The
-    last three are None where there is no backward."""
+    enter(action) comes before a forward or backward. forward(batch) calls the model. loss(batch, output)
+    takes note of the last stage's output; root(batch, loss) is what its backward begins with, from what that
+    returned. differentiate(stage, roots, gradients) is a backward; where the table has W, it returns what W
+    does. The last two are None where there is no backward."""
 
-    enter: Callable[[int, int], None]
-    forward: Callable[[int], Any]
-    loss: Callable[[int, Any], None]
-    root: Callable[[int], Tensor] | None = None
+    enter: Callable[[Action], None]
+    forward: Callable[[Any], Any]
+    loss: Callable[[Any, Any], Any]
+    root: Callable[[Any, Any], Tensor] | None = None
     differentiate: (
         Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], Callable[[], None] | None] | None
     ) = None
-    update: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a model. ranks: the rank on `axis` of each; run: how to run those of this rank; forms: of
+    what a stage hands on, for each shape of batch."""
+
+    ranks: Sequence[int]
+    axis: Axis
+    device: torch.device
+    run: Mapping[int, RunStage]
+    forms: dict[tuple[int, Hashable], Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -61,73 +72,78 @@ class _Pass:
     value: Any = None  # what was received, as the model takes it
     form: Any = None
     output: list[Tensor] = field(default_factory=list)
+    loss: Any = None
     gradients: list[Tensor] = field(default_factory=list)  # gradients of the output, as received
     arriving: list[Work] = field(default_factory=list)
 
 
-class Runner:
-    """Runs rows on this rank. `ranks` has the rank on `axis` of each stage, `stages` how to run those of this
-    rank."""
+class Row:
+    """A row under way on this rank: its actions one by one, for each of which the method of its kind is to be
+    called before the next one. `with` waits at its end for what was sent."""
 
     def __init__(
-        self, ranks: Sequence[int], axis: Axis, device: torch.device, stages: Mapping[int, RunStage]
+        self,
+        stages: Stages,
+        actions: Iterable[Action],
+        calls: Calls,
+        batches: Sequence[Any],
+        shapes: Sequence[Hashable] = (),
     ) -> None:
-        self._ranks, self._axis, self._device, self._stages = ranks, axis, device, stages
-        # forms of what a stage hands on, for each shape of batch
-        self._forms: dict[tuple[int, Hashable], Any] = {}
+        """`shapes`, by micro-batch, tell those apart whose activations differ in shape."""
+        self._stages, self._ranks, self._axis = stages, stages.ranks, stages.axis
+        self._actions, self._calls, self._batches, self._shapes = actions, calls, batches, shapes
+        self._graph = torch.is_grad_enabled()
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._weights: dict[tuple[int, int], Callable[[], None] | None] = {}  # what W does
         self._sending: list[tuple[Work, Tensor]] = []
-        self._shapes: Sequence[Hashable] = ()
-        self._graph = False
-        self._calls: Calls
+        self._action: Action | None = None
 
-    def run(self, row: Sequence[Action], calls: Calls, shapes: Sequence[Hashable] = ()) -> None:
-        """Perform every action of `row`. `shapes`, by micro-batch, tell those apart whose activations differ
-        in shape."""
-        self._calls, self._shapes, self._graph = calls, shapes, torch.is_grad_enabled()
-        self._passes.clear()
-        self._weights.clear()
-        perform = {
-            "F": self._forward,
-            "B": self._backward,
-            "W": self._weigh,
-            "SA": self._send,
-            "RA": self._receive,
-            "SG": self._send_gradient,
-            "RG": self._receive_gradient,
-            "R": lambda action: None,
-            "U": self._update,
+    def __iter__(self) -> Iterator[Action]:
+        for action in self._actions:
+            self._action = action
+            yield action
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            while self._sending:
+                self._sending.pop()[0].settle()
+        elif len(self._ranks) > 1 and self._action is not None and self._action.microbatch is not None:
+            stage, microbatch = self._action.stage, self._action.microbatch
+            error.add_note(f"in pipeline stage {stage}, micro-batch {microbatch} of the step")
+
+    def run(self) -> None:
+        """Perform every action but the end of a step, R and U."""
+        perform: dict[str, Callable[[Action], None]] = {
+            "F": self.forward,
+            "B": self.backward,
+            "W": self.weight_gradients,
+            **dict.fromkeys(("SA", "SG"), self.send),
+            **dict.fromkeys(("RA", "RG"), self.receive),
         }
-        for action in row:  # R: a stage's last backward has reduced its gradients
-            try:
-                perform[action.op](action)
-            except Exception as error:
-                if len(self._ranks) > 1 and action.microbatch is not None:
-                    error.add_note(
-                        f"in pipeline stage {action.stage}, micro-batch {action.microbatch} of the step"
-                    )
-                raise
-        while self._sending:
-            self._sending.pop()[0].settle()
-        self._passes.clear()
-        del self._calls  # it holds the batch
+        with self:
+            for action in self:
+                if action.op in perform:
+                    perform[action.op](action)
 
     def _pass(self, stage: int, microbatch: int | None) -> _Pass:
         return self._passes.setdefault((stage, microbatch or 0), _Pass())
 
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
+        """F: call the model as this stage."""
         stage, i = action.stage, action.microbatch or 0
-        here = self._pass(stage, i)
+        here, batch = self._pass(stage, i), self._batches[i]
         _wait(here.arriving)
-        self._calls.enter(stage, i)
-        output = self._stages[stage](lambda: self._calls.forward(i), here.value)
+        self._calls.enter(action)
+        output = self._stages.run[stage](lambda: self._calls.forward(batch), here.value)
         here.value = None
         # its numbers are with whoever needs them for the backward: here only its gradient is of use now
         for tensor in here.received:
             tensor.data = placeholder(tensor, tensor.device, tensor.dtype)
         if stage == len(self._ranks) - 1:
-            self._calls.loss(i, output)
+            here.loss = self._calls.loss(batch, output)
             return
         here.form, here.output = flatten(output)
         if self._ranks[stage + 1] == self._axis.rank:
@@ -139,13 +155,15 @@ class Runner:
         there.value = unflatten(form, tensors)
         there.received = [t for t in flatten(there.value)[1] if t.requires_grad]
 
-    def _backward(self, action: Action) -> None:
+    def backward(self, action: Action) -> None:
+        """B: differentiate this stage, or its first half."""
         stage, i = action.stage, action.microbatch or 0
         here = self._pass(stage, i)
         assert self._calls.root is not None and self._calls.differentiate is not None
-        self._calls.enter(stage, i)
+        self._calls.enter(action)
         if stage == len(self._ranks) - 1:
-            self._weights[stage, i] = self._calls.differentiate(stage, [self._calls.root(i)], [None])
+            root, here.loss = self._calls.root(self._batches[i], here.loss), None
+            self._weights[stage, i] = self._calls.differentiate(stage, [root], [None])
         else:
             _wait(here.arriving)
             self._weights[stage, i] = self._calls.differentiate(
@@ -158,7 +176,8 @@ class Runner:
         else:
             here.output = []
 
-    def _weigh(self, action: Action) -> None:
+    def weight_gradients(self, action: Action) -> None:
+        """W: the second half of a backward."""
         compute = self._weights.pop((action.stage, action.microbatch or 0))
         assert compute is not None
         compute()
@@ -167,12 +186,17 @@ class Runner:
         """What the form depends on that a stage hands on."""
         return stage, (self._shapes[action.microbatch or 0] if self._shapes else None, self._graph)
 
-    def _send(self, action: Action) -> None:
+    def send(self, action: Action) -> None:
+        """SA, SG: begin to send activations to the next stage's rank, or their gradients back."""
+        if action.op == "SG":
+            here = self._passes.pop((action.stage, action.microbatch or 0))
+            self._post(_gradients(here.received), self._ranks[action.stage - 1])
+            return
         here, to = self._pass(action.stage, action.microbatch), self._ranks[action.stage + 1]
-        if (key := self._key(action.stage, action)) not in self._forms:
-            self._forms[key] = here.form
+        if (key := self._key(action.stage, action)) not in self._stages.forms:
+            self._stages.forms[key] = here.form
             self._axis.send_object(here.form, to)
-        elif self._forms[key] != here.form:
+        elif self._stages.forms[key] != here.form:
             raise ModelError(
                 f"stage {action.stage} hands on other shapes, dtypes or constants "
                 "than for an earlier batch of the same shape; a pipeline "
@@ -181,20 +205,20 @@ class Runner:
             )
         self._post([tensor.detach() for tensor in here.output], to)
 
-    def _receive(self, action: Action) -> None:
-        before = action.stage - 1
-        if (key := self._key(before, action)) not in self._forms:
-            self._forms[key] = self._axis.receive_object(self._ranks[before])
-        form = self._forms[key]
-        tensors = buffers(form, self._device)
+    def receive(self, action: Action) -> None:
+        """RA, RG: begin to receive what the other end of SA or SG sends."""
+        if action.op == "RG":
+            self._receive_gradient(action)
+            return
+        before, forms = action.stage - 1, self._stages.forms
+        if (key := self._key(before, action)) not in forms:
+            forms[key] = self._axis.receive_object(self._ranks[before])
+        form = forms[key]
+        tensors = buffers(form, self._stages.device)
         self._pass(action.stage, action.microbatch).arriving = [
             self._axis.receive(tensor, self._ranks[before]) for tensor in tensors
         ]
         self._accept(action.stage, action.microbatch or 0, form, tensors)
-
-    def _send_gradient(self, action: Action) -> None:
-        here = self._passes.pop((action.stage, action.microbatch or 0))
-        self._post(_gradients(here.received), self._ranks[action.stage - 1])
 
     def _receive_gradient(self, action: Action) -> None:
         here = self._pass(action.stage, action.microbatch)
@@ -205,10 +229,6 @@ class Runner:
         here.arriving = [
             self._axis.receive(gradient, self._ranks[action.stage + 1]) for gradient in here.gradients
         ]
-
-    def _update(self, action: Action) -> None:
-        if self._calls.update is not None:
-            self._calls.update()
 
     def _post(self, tensors: Sequence[Tensor], to: int) -> None:
         for tensor in tensors:

@@ -334,13 +334,13 @@ def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -
     return peak
 
 
-def next_backwards(row: Sequence[Action]) -> list[tuple[int, int] | None]:
+def next_backwards(row: Sequence[Action]) -> dict[Action, tuple[int, int] | None]:
     """The stage and micro-batch of the first backward behind each forward and each backward of `row`."""
-    found: list[tuple[int, int] | None] = []
+    found: dict[Action, tuple[int, int] | None] = {}
     coming: tuple[int, int] | None = None
     for action in reversed(row):
         if action.op in ("F", "B"):
-            found.insert(0, coming)
+            found[action] = coming
         if action.op == "B":
             coming = action.stage, action.microbatch or 0
     return found

@@ -25,11 +25,12 @@ from polyreme.errors import BatchError, warn
 @dataclass(frozen=True)
 class MicroBatch:
     """What one forward gets, and how many samples and tokens it counts for; none for one that fills up: its
-    loss and gradients are zero."""
+    loss and gradients are zero. weight: what its mean loss is the mean of, where that is known."""
 
     batch: Any
     samples: int
     tokens: int = 0
+    weight: float | None = None
 
 
 def micro_batches(batch: Any, config: Config, first: bool) -> list[MicroBatch]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from polyreme.errors import NumericsError, named, warn
 from polyreme.models import huggingface
 from polyreme.pipeline import weight_gradients
-from polyreme.pipeline.executor import Calls, Runner, RunStage
+from polyreme.pipeline.executor import Calls, Row, RunStage, Stages
 from polyreme.pipeline.placeholders import absent, shown
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Action, next_backwards
@@ -29,7 +29,7 @@ from polyreme.step.fit import UNKNOWN, FirstBatch, agreed
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import Unrecorded, of_no_engine, refuse_penalty
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
-from polyreme.step.step import Step, StepResult, recut
+from polyreme.step.step import Step, recut
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.gather import Blocks
 
@@ -71,7 +71,14 @@ class Passes:
         self._parameters = [] if self._looked else [*model.named_parameters()]
         self._of_blocks = {id(p): name for name, p in self._parameters if name.startswith(self._lists)}
         self._absent = [] if objective.is_own else absent(model)
-        self._runner = Runner(pipeline.rank_of, mesh.pp, mesh.device, stages)
+        self._stages = Stages(pipeline.rank_of, mesh.pp, mesh.device, stages)
+        self._training = Calls(
+            enter=lambda action: self.enter(action.stage, action.microbatch or 0, self._coming[action]),
+            forward=self._output,
+            loss=self._take,
+            root=lambda each, loss: step.root(loss[0], loss[1], each.tokens, each.samples),
+            differentiate=self._differentiate,
+        )
 
     def _follow(self, pipeline: PipelineRank) -> None:
         self._pipeline, self._coming = pipeline, next_backwards(pipeline.row)
@@ -97,38 +104,33 @@ class Passes:
         recut(self._step)
         return micro_batches(batch, config, first=False)
 
-    def train(self, micro_batches: Sequence[MicroBatch], update: Callable[[], StepResult]) -> StepResult:
-        """The forwards and backwards of all micro-batches of a step, its reduction and `update`.
+    @contextmanager
+    def step(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Row]:
+        """This rank's row of a step, to be gone through inside.
 
-        Raises NumericsError with what made a NaN or an Inf."""
-        device = self._mesh.device
-        before = generators(device)
+        Raises NumericsError that comes from inside with what made a NaN or an Inf."""
+        before, device = generators(self._mesh.device), self._mesh.device
         # counting on a device would wait for it
-        weights = [
-            self._objective.visible_weight(each.batch) if each.samples else 0 for each in micro_batches
-        ]
-        micro_batches = [
+        weights = [self._objective.visible_weight(m.batch) if m.samples else 0 for m in micro_batches]
+        moved = [
             MicroBatch(
                 cast_floating(each.batch, None, device),
                 each.samples,
                 each.samples and huggingface.count_tokens(each.batch),
+                weight,
             )
-            for each in micro_batches
+            for each, weight in zip(micro_batches, weights, strict=True)
         ]
-        results: list[StepResult] = []
-
-        def end() -> None:
-            leave()  # what the user is called with in an update is the same on all ranks
-            self._step.reduce()
-            results.append(update())
-
         try:
-            with self._randomness.inside(self._step.state.step, "step") as leave:
-                self._run(micro_batches, weights, end)
+            with self._row(moved) as row:
+                yield row
         except NumericsError as error:
             go_on_from(before, device)
-            raise NumericsError(f"{error}{self._diagnose(micro_batches, weights)}") from None
-        return results[0]
+            raise NumericsError(f"{error}{self._diagnose(moved)}") from None
+
+    def _row(self, micro_batches: Sequence[MicroBatch]) -> Row:
+        shapes = [_shapes(each.batch) for each in micro_batches]
+        return Row(self._stages, self._pipeline.row, self._training, micro_batches, shapes)
 
     def evaluate(self, model: nn.Module, batch: Any) -> EvalResult:
         """See `Engine.eval_step`."""
@@ -164,63 +166,45 @@ class Passes:
         if self._activations.offload is not None:
             self._activations.offload.at(stage, microbatch, coming)
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
         """The context of a forward and its loss."""
-        context = autocast(self._config.precision.compute, self._mesh.device)
-        if self._step.states is None or self._config.compile:  # what watches would be compiled
-            return context
-        return _both(context, self._step.states.watching())
+        states = None if self._config.compile else self._step.states  # what watches would be compiled
+        watching = nullcontext() if states is None else states.watching()
+        with autocast(self._config.precision.compute, self._mesh.device), watching:
+            yield
 
     def _look(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
         """The forwards of an evaluation; on the last stage, `take(micro-batch, output)` of each."""
         micro_batches = micro_batches_of(batch, self._config)
         counts: list[Any] = self._mesh.data.gather_objects(len(micro_batches))
+        calls = Calls(
+            lambda action: self._blocks.at(action.stage, action.microbatch or 0),
+            lambda each: self._objective.output(each.batch),
+            take,
+        )
         modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
             inside = self._randomness.inside(self._step.state.step, "look")
             with torch.no_grad(), self.autocast(), inside:
-                for micro_batch in filled(micro_batches, max(counts)):
-                    self._forward(micro_batch, take)
+                for each in filled(micro_batches, max(counts)):
+                    moved = replace(each, batch=cast_floating(each.batch, None, self._mesh.device))
+                    Row(
+                        self._stages, self._pipeline.forward_row, calls, [moved], [_shapes(moved.batch)]
+                    ).run()
         finally:
             for module, mode in modes.items():
                 module.training = mode
 
-    def _forward(self, micro_batch: MicroBatch, take: Callable[[MicroBatch, Any], None]) -> None:
-        moved = cast_floating(micro_batch.batch, None, self._mesh.device)
-        calls = Calls(
-            self._blocks.at,
-            lambda i: self._objective.output(moved),
-            lambda i, output: take(replace(micro_batch, batch=moved), output),
-        )
-        self._runner.run(self._pipeline.forward_row, calls, [_shapes(moved)])
-
-    def _run(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        weights: Sequence[float | None],
-        update: Callable[[], None] | None = None,
-    ) -> None:
-        """Perform this rank's row of the schedule on the micro-batches; all but its end without `update`."""
-        losses: dict[int, tuple[Tensor, float]] = {}
-
-        def loss(i: int, output: Any) -> None:
-            with self._activations.measured(), self.autocast():
-                with shown(self._absent), self._watched(output):
-                    losses[i] = self._loss(output, micro_batches[i].batch, weights[i])
-                self._look_at(output, *losses[i])
-            self._activations.end_microbatch()
-
-        coming = iter(self._coming)
-        calls = Calls(
-            enter=lambda stage, i: self.enter(stage, i, next(coming)),
-            forward=lambda i: self._output(micro_batches[i].batch),
-            loss=loss,
-            root=lambda i: self._step.root(*losses.pop(i), micro_batches[i].tokens, micro_batches[i].samples),
-            differentiate=self._differentiate,
-            update=update,
-        )
-        self._runner.run(self._pipeline.row, calls, [_shapes(each.batch) for each in micro_batches])
+    def _take(self, micro_batch: MicroBatch, output: Any) -> tuple[Tensor, float]:
+        """The loss of a micro-batch that is trained on."""
+        with self._activations.measured(), self.autocast():
+            with shown(self._absent), self._watched(output):
+                loss = self._loss(output, micro_batch.batch, micro_batch.weight)
+            self._look_at(output, *loss)
+        self._activations.end_microbatch()
+        return loss
 
     def _loss(self, output: Any, batch: Any, weight: float | None) -> tuple[Tensor, float]:
         """The loss of a micro-batch, in which divided parameters are not read."""
@@ -249,10 +233,10 @@ class Passes:
         made = [each for each in outputs if each.grad_fn is not None]
         refuse_penalty(loss, made, self._parameters, self._lists, len(self._pipeline.mine) == 1)
 
-    def _output(self, batch: Any) -> Any:
-        """The model's output for one micro-batch."""
+    def _output(self, micro_batch: MicroBatch) -> Any:
+        """The model's output for one micro-batch that is trained on."""
         with self._activations.measured(), self.autocast():
-            output = self._objective.output(batch)
+            output = self._objective.output(micro_batch.batch)
         if not self._pipeline.has_loss:
             self._activations.end_microbatch()
         return output
@@ -266,13 +250,13 @@ class Passes:
         self._step.differentiate(stage, roots, gradients)
         return None
 
-    def _diagnose(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float | None]) -> str:
+    def _diagnose(self, micro_batches: Sequence[MicroBatch]) -> str:
         """Run the step's forwards and backwards again, watched, and tell which module first made a NaN or
         Inf, and on which rank."""
         self._step.begin()
         inside = self._randomness.inside(self._step.state.step, "step")
         with watch_nonfinite(self._objective.model) as found, inside:
-            self._run(micro_batches, weights)
+            self._row(micro_batches).run()
         told = self._mesh.gather_objects((self._mesh.rank, *found[:1]))
         reports = [report for report in told if len(report) > 1]
         # what another stage made spoils the gradients of those before it, and the outputs of those after
@@ -288,12 +272,6 @@ _UNTRAINED = (
     "make the module that has them a submodule of the model, or call requires_grad_(False) on it where they "
     "are to stay as they are"
 )
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def _shapes(batch: Any) -> Hashable:

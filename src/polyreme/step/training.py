@@ -71,7 +71,10 @@ class Training:
         self.pipeline = PipelineRank.of(config, mesh)
         self.activations, self.saver = context.activations, context.saver
         self.activations.wrap(module, built.blocks)
-        self.buffers = Buffers(module, mesh, config, alike, *_names(placement))
+        cuts = placement.division.shardings
+        sharded = {slot.name for each in placement.buckets if each.sharded for slot in each.layout.slots}
+        divided = {name for name in cuts if not cuts[name].cut.is_whole}
+        self.buffers = Buffers(module, mesh, config, alike, sharded, divided)
         states = _gradient_states(placement, config, mesh)
         self._reducer = _reducer(placement, config, mesh, self.pipeline, states)
         zero, complete = config.zero, self._reducer.complete
@@ -82,7 +85,9 @@ class Training:
         )
         led = given if isinstance(given, Optimizer) else None
         self.options = Options(made, LRSchedule(config.lr_schedule), context.scheduler, led)
-        sums = _sums(placement, config, mesh, self.pipeline, self.options)
+        tells, over_ranks = mesh.tp.alone() * self.pipeline.counts(mesh.pp), config.batch.mean == "ranks"
+        replicas = Replicas(placement, mesh) if mesh.axis("tp", "pp").size > 1 else None
+        sums = StepSums(mesh, tells, self.options, over_ranks, replicas)
         progress = TrainingProgress(self.options, loss_scale(config.precision))
         self.step = Step(
             config, sums, placement, self._reducer, self.blocks, self.updates, progress, self.buffers
@@ -196,13 +201,6 @@ class Training:
         old.placement.offload.close()
 
 
-def _names(placement: Placement) -> tuple[set[str], set[str]]:
-    """The parameters that are sharded, and those that tensor parallelism divides."""
-    cuts = placement.division.shardings
-    sharded = {slot.name for each in placement.buckets if each.sharded for slot in each.layout.slots}
-    return sharded, {name for name in cuts if not cuts[name].cut.is_whole}
-
-
 def _gradient_states(placement: Placement, config: Config, mesh: Mesh) -> GradientStates | None:
     """What follows gradients over tensor parallelism."""
     if mesh.tp.size == 1:
@@ -230,15 +228,6 @@ def _reducer(
     if states is not None:
         reducer.summed = states.summed
     return reducer
-
-
-def _sums(
-    placement: Placement, config: Config, mesh: Mesh, pipeline: PipelineRank, options: Options
-) -> StepSums:
-    """What adds up a step's totals."""
-    tells, over_ranks = mesh.tp.alone() * pipeline.counts(mesh.pp), config.batch.mean == "ranks"
-    copied = mesh.axis("tp", "pp").size > 1
-    return StepSums(mesh, tells, options, over_ranks, Replicas(placement, mesh) if copied else None)
 
 
 LOOK_EVERY = 16
