@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -34,6 +34,7 @@ from polyreme.checkpoint.sources import MODEL, TensorInfo
 from polyreme.checkpoint.writer import FileLayout, Name, Writer, combine
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.watch import ASIDE
+from polyreme.distributed.world import Part, current
 from polyreme.errors import CheckpointError
 from polyreme.files.folder_lock import Claim, holder
 from polyreme.layout.bucket_layout import Cut
@@ -65,11 +66,15 @@ class Content:
     storages: Collection[int] = ()
 
 
+class _UnderWay(Part):
+    """The save under way, of any engine of a world: all share the connections between its ranks."""
+
+    def __init__(self) -> None:
+        self.threads: list[threading.Thread] = []
+
+
 class Saver:
     """Writes the checkpoints of one engine, one after the other; in the background, if asked to."""
-
-    _writing: ClassVar[list[threading.Thread]] = []
-    """The save under way in this process, of any engine: all share the connections between the ranks."""
 
     def __init__(self, aside: Callable[[], Axis]) -> None:
         """aside: opens an axis over all ranks for what goes on beside training. All must call."""
@@ -95,7 +100,7 @@ class Saver:
         atexit.register(self._tell)
         self._thread = threading.Thread(target=self._run, args=arguments, name=f"{ASIDE}-{path.name}")
         self._thread.start()
-        self._writing.append(self._thread)
+        current().of(_UnderWay).threads.append(self._thread)
 
     def _begin(self, path: Path, make: Callable[[], Content], made: list[Content]) -> None:
         if self.axis().rank == 0:
@@ -141,11 +146,12 @@ class Saver:
         """Whether something went wrong in the background that nobody was told of yet."""
         return self._error is not None
 
-    @classmethod
-    def idle(cls) -> None:
-        """Return when no engine of this process is writing."""
-        while cls._writing:
-            cls._writing.pop().join()
+    @staticmethod
+    def idle() -> None:
+        """Return when no engine of this world is writing."""
+        threads = current().of(_UnderWay).threads
+        while threads:
+            threads.pop().join()
 
     def _tell(self) -> None:
         """Print an error that nobody asked for, when the process and its threads have ended; not that another
