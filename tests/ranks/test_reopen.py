@@ -30,16 +30,23 @@ WIDTH, SAMPLES = 16, 12
 SECONDS = 200
 
 
-def train(world: int) -> float:
-    """The loss of a second step on the same samples, whatever the world."""
+def begin(world: int, shared: bool = True) -> tuple[polyreme.Engine, Callable[[], float]]:
+    """An engine, and its step on the same samples whatever the world."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))).double()
     config = {"batch": {"size": SAMPLES}, "zero": {"stage": 3, "min_bucket": 0}}
-    config |= {"precision": {"compute": "fp64"}}  # type: ignore[dict-item]
-    with polyreme.initialize(model, config, loss_fn=nn.functional.mse_loss) as engine:
-        assert engine.mesh.world_size == world
-        x = torch.ones(SAMPLES // world, WIDTH, dtype=torch.float64)
-        return [engine.train_step((x, x)).loss for _ in range(2)][1]
+    config |= {"precision": {"compute": "fp64"}, "mesh": {"shared_memory": shared}}  # type: ignore[dict-item]
+    engine = polyreme.initialize(model, config, loss_fn=nn.functional.mse_loss)
+    assert engine.mesh.world_size == world
+    x = torch.ones(SAMPLES // world, WIDTH, dtype=torch.float64)
+    return engine, lambda: engine.train_step((x, x)).loss
+
+
+def train(world: int) -> float:
+    """The loss of a second step."""
+    engine, step = begin(world)
+    with engine:
+        return [step() for _ in range(2)][1]
 
 
 def works(rank: int, world: int) -> float:
@@ -78,12 +85,13 @@ def nothing_left(sockets_before: int) -> None:
     assert sockets() == sockets_before
 
 
-def without(rank: int, world: int, dies: int, ports: Sequence[int]) -> list[float]:
+def without(rank: int, world: int, dies: int, shared: bool, ports: Sequence[int]) -> list[float]:
     """Lose one rank in the middle of sums, and then another one, which is left out."""
     before = sockets()
     tell(rank, world, ports[0])
-    losses = [train(world)]
-    axis = Mesh.open({"dp": 2, "tp": 2}).world
+    engine, step = begin(world, shared)
+    losses = [[step() for _ in range(2)][1]]
+    axis = Mesh.open({"dp": 2, "tp": 2}, shared_memory=shared).world
     if rank == dies:
         axis.all_reduce(torch.ones(50_000))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -92,6 +100,10 @@ def without(rank: int, world: int, dies: int, ports: Sequence[int]) -> list[floa
             axis.all_reduce(torch.ones(50_000)).wait()
     first = current()
     first.abort(f"rank {dies} was killed")
+    with pytest.raises(TransportError):
+        step()
+    engine.close()
+    del axis, engine, step
     left_over = [each for each in range(world) if each != dies]
     if dies == 0:
         with pytest.raises(LaunchError, match=r"ranks \[1, 2, 3\] .* cannot meet at .*give the address"):
@@ -167,9 +179,9 @@ def alike(losses: Sequence[float]) -> bool:
     return max(losses) - min(losses) < 1e-12
 
 
-@pytest.mark.parametrize("dies", [3, 0])
-def test_ranks_go_on_without_one_that_was_killed(dies: int) -> None:
-    with processes(without, dies, ports(2)) as answers:
+@pytest.mark.parametrize(("dies", "shared"), [(3, True), (0, True), (3, False)])
+def test_ranks_go_on_without_one_that_was_killed(dies: int, shared: bool) -> None:
+    with processes(without, dies, shared, ports(2)) as answers:
         assert answers.pop(dies) == -signal.SIGKILL
         assert [len(losses) for losses in answers] == [3, 2, 3], answers
         assert alike([*chain(*answers)])

@@ -6,6 +6,7 @@ Communication: none."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from polyreme.config import Config
 from polyreme.distributed.agreement import same_model
 from polyreme.distributed.mesh import Mesh
-from polyreme.errors import BatchError
+from polyreme.errors import BatchError, TransportError
 from polyreme.models.buffers import Buffers
 from polyreme.optim.groups import Recipe, recipe, refuse_foreign
 from polyreme.optim.lr_schedule import LRSchedule
@@ -176,13 +177,15 @@ class Training:
         """Let go of the model: its parameters are plain ones again, where they are whole. `divided`: over
         tensor parallelism or a pipeline. `gather`: have sharded ones whole first; all ranks must call."""
         self.sleep.wake()
-        self.step.clear()
+        with suppress(TransportError):  # a rank has failed, as was said where it was waited for
+            self.step.clear()
         for bucket in self.placement.buckets if gather else ():
             if bucket.sharded:
                 bucket.summon()
         self.release()
         for bucket in self.placement.buckets:
-            bucket.settle()
+            with suppress(TransportError):
+                bucket.settle()
             disown(bucket.parameters, whole=not divided and (gather or not bucket.sharded))
         self.updates.forget()
         self.placement.offload.close()
