@@ -83,13 +83,13 @@ def test_who_reads_which_rank_a_process_is() -> None:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
-    "checkpoint": 2520,
+    "checkpoint": 2522,
     "cli": 1266,
     "compat": 8006,
     "config": 1053,
     "data": 674,
     "deferred_init": 416,
-    "distributed": 3061,
+    "distributed": 3209,
     "files": 324,
     "integrations": 386,
     "job": 748,
@@ -97,15 +97,15 @@ BUDGETS = {
     "layout": 393,
     "models": 955,
     "monitor": 508,
-    "offload": 1179,
-    "optim": 1399,
-    "pipeline": 1204,
-    "placement": 900,
-    "planner": 237,
-    "step": 3981,
-    "tensor": 1906,
-    "zero": 2766,
-    "": 432,
+    "offload": 1173,
+    "optim": 1403,
+    "pipeline": 1215,
+    "placement": 1001,
+    "planner": 176,
+    "step": 3698,
+    "tensor": 1882,
+    "zero": 2226,
+    "": 467,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""
