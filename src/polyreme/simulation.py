@@ -17,7 +17,7 @@ from polyreme.distributed.mesh import SimulatedMesh
 from polyreme.distributed.without_numbers import WithoutNumbers
 from polyreme.engine import Engine
 from polyreme.errors import WARNS
-from polyreme.step.build import Model
+from polyreme.placement.opening import Model
 
 META = torch.device("meta")
 
