@@ -38,7 +38,7 @@ from polyreme.placement.dividing import divide_again
 from polyreme.placement.full_parameters import readable, writable
 from polyreme.placement.opening import Model
 from polyreme.placement.refresh import refuse_own_shapes
-from polyreme.step import given_gradients, report
+from polyreme.step import report
 from polyreme.step.activations import Activations
 from polyreme.step.arguments import named_as_ours, one_batch
 from polyreme.step.batches import BatchComparison, micro_batches
@@ -288,7 +288,7 @@ class Engine(ModuleFace):
     @collective
     @with_gradients
     def step(self, last: bool = False) -> StepResult:
-        """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the
+        """The optimizer step that ends a loop of forward and backward calls. Raises OrderError before the
         last of them.
 
         last: the data ends here, so there may have been fewer; the step is that of what there was. Every rank
@@ -309,18 +309,9 @@ class Engine(ModuleFace):
         return ParameterNumbers(parameter, lambda: self._training, partial(self._complete, "numbers"))
 
     def _complete(self, call: str, last: bool = False) -> None:
-        """End the backward calls of a step. Raises BatchError where that is too early for `call`."""
+        """End the backward calls of a step. Raises OrderError where that is too early for `call`."""
         self._refuse_frozen()
-        done, count = given_gradients.backwards(self._step), self.config.accumulation
-        last = last or self._step.boundary is not None
-        if done != count and not (last and done):
-            raise BatchError(
-                f"{call}() after {done} backward() calls, but batch.size = "
-                f"{self.config.batch.size} over {self.mesh.data.size} ranks with "
-                f"batch.micro = {self.config.batch.micro} makes {count} a step"
-                + (f": call {call}(last=True) where the data ends before" if done else "")
-            )
-        self._step.skip_the_rest()
+        self._step.complete(call, last)
         self._training.tell_failed()
         self._comparison.warn()
         self._looked().step.reduce()
@@ -445,7 +436,7 @@ class Engine(ModuleFace):
         write: what the parameters are at the end reaches weights and masters of every rank, unless the block
         ends in an error; of what several ranks have, those of `rank` count. In bf16 a master keeps its digits
         where the parameter did not change. among: these, and others of their buckets, are enough. Raises
-        ModelError where parameters were changed without `write`, and BatchError for writing in the middle of
+        ModelError where parameters were changed without `write`, and OrderError for writing in the middle of
         a step."""
         if self._training.blocks.in_forward:
             raise ModelError(_IN_FORWARD)
@@ -466,7 +457,7 @@ class Engine(ModuleFace):
 
     def _take_in_writes(self) -> None:
         """Have what the user wrote to parameters between steps count. All ranks must call."""
-        if not self._step.microbatches:
+        if not self._step.order.microbatches:
             self._step.written.settle(self._training.saver.taken)
 
     @with_gradients
@@ -477,7 +468,7 @@ class Engine(ModuleFace):
         ranks must call.
 
         What needs what is away raises ModelError: without states and masters, forwards, backwards and
-        `full_parameters()` to read work still. Raises BatchError in the middle of a step."""
+        `full_parameters()` to read work still. Raises OrderError in the middle of a step."""
         self._refuse_within_step("sleep")
         self.wait()
         self._take_in_writes()

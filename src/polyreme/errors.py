@@ -113,6 +113,10 @@ class BatchError(PolyremeError):
     """A batch or a loss of the wrong shape or kind."""
 
 
+class OrderError(BatchError):
+    """A call that does not come next in a step: one backward too many, an update too early."""
+
+
 class ModelError(PolyremeError):
     """A model that cannot be trained as it is: no parameters, or parameters used in a way that cannot be
     followed."""

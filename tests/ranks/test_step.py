@@ -24,7 +24,7 @@ import threads
 import training
 from examples import whole as whole_product
 from polyreme import engine as engine_module
-from polyreme.errors import BatchError, ModelError, NumericsError
+from polyreme.errors import BatchError, ModelError, NumericsError, OrderError
 from polyreme.step import loss as objective_module
 from polyreme.step import passes
 from pool import Ranks
@@ -406,21 +406,21 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
             "too small": (BatchError, "has 1 samples, but batch.size = 8 over 2 data-parallel ranks makes 4"),
             "ragged": (BatchError, "Give train_step a list of micro-batches"),
             "no tensor": (BatchError, "no tensor"),
-            "early": (BatchError, "after 0 backward() calls"),
-            "no forward": (BatchError, "without a forward of the engine"),
-            "of another": (BatchError, "accelerator.free_memory"),
-            "of one that has closed": (BatchError, "without a forward of the engine"),
+            "early": (OrderError, "after 0 backward() calls"),
+            "no forward": (OrderError, "without a forward of the engine"),
+            "of another": (OrderError, "accelerator.free_memory"),
+            "of one that has closed": (OrderError, "without a forward of the engine"),
             "vector": (BatchError, "must be a scalar"),
             "half": (
-                BatchError,
+                OrderError,
                 "after 1 backward() calls, but batch.size = 8 over 2 "
                 "ranks with batch.micro = 2 makes 2 a step: call step(last=",
             ),
-            "early, last": (BatchError, "after 0 backward() calls"),
-            "middle": (BatchError, "in the middle of a step"),
-            "late": (BatchError, "call step() before the next backward()"),
+            "early, last": (OrderError, "after 0 backward() calls"),
+            "middle": (OrderError, "in the middle of a step"),
+            "late": (OrderError, "call step() before the next backward()"),
             "one": (
-                BatchError,
+                OrderError,
                 "a step has 1 micro-batch (batch.micro = 4): for more backwards a step write batch.micro = 1"
                 ", by which it has 4. Otherwise call step()",
             ),

@@ -455,9 +455,9 @@ def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
     if resume.config.get("precision", {}).get("compute") not in SCALED:  # then 1 was no loss scale
         mine = contents.step.state_dict()
         state = {**state, **{key: mine[key] for key in ("loss_scale", "good_steps", "overflows")}}
-    notes += contents.step.load_state_dict(state)
+    fits = state.get("fits") if contents.layout() == resume.mesh else None
+    notes += contents.step.load_state_dict({**state, "fits": fits})
     notes += _take_random_numbers(contents, resume)
-    contents.step.fits = state.get("fits") if contents.layout() == resume.mesh else None
     before = resume.config.get("batch", {}).get("size")
     if before != config.batch.size:
         notes.append(

@@ -37,7 +37,7 @@ def backwards(step: Step) -> int:
         step.enter(1.0, 0, 0)
         torch.autograd.backward(products)
         step.leave()
-    return step.microbatches
+    return step.order.microbatches
 
 
 def refuse(given: set[Tensor]) -> None:

@@ -69,8 +69,7 @@ class Gradients:
         """Clip to this global norm, in place of what `optimizer.clip` says, in this step. Returns the norm
         before."""
         self._check()
-        self._step.clip, self._step.clips_unasked = max_norm, False
-        return self._step.norm
+        return self._step.clip_at(max_norm)
 
     def scale_(self, factors: Mapping[str, float]) -> None:
         """Multiply the gradients of the parameters of these names, the same on all ranks; what is clipped is
@@ -86,10 +85,10 @@ class Gradients:
         for name, factor in factors.items():
             if name in where:
                 where[name][0].gradients.scale(where[name][1], factor)
-        self._step.measure()
+        self._step.note_rescaled()
 
     def _check(self) -> None:
-        if not self._step.reduced or self._step.state.step != self._of:
+        if self._step.order.phase != "reduced" or self._step.state.step != self._of:
             raise ModelError(
                 "these gradients are gone: engine.gradients() "
                 "holds from the last backward of a step to its step()"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.watch import collective
-from polyreme.errors import BatchError, ModelError, warn
+from polyreme.errors import ModelError, OrderError, warn
 from polyreme.layout.mesh_axes import AXES
 from polyreme.step import whole_tensors
 from polyreme.step.grad_mode import with_gradients
@@ -190,8 +190,8 @@ class ModuleFace:
         return self.mesh.traffic()
 
     def _refuse_within_step(self, call: str) -> None:
-        if self._training.step.microbatches:
-            raise BatchError(
+        if self._training.step.order.microbatches:
+            raise OrderError(
                 f"{call} in the middle of a step: call step() after the backward() calls before it, or "
                 "zero_grad() to drop their gradients"
             )

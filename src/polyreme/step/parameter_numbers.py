@@ -291,9 +291,9 @@ class ParameterNumbers:
     def _reduced(self, at: ParameterLocation) -> bool:
         """Whether there is a gradient. All ranks must call, as they do after the last backward of a step."""
         step = at.training.step
-        if at.bucket.trainable and step.is_complete and not step.reduced:
+        if at.bucket.trainable and step.order.phase == "ended":
             self._complete()
-        return at.bucket.trainable and step.reduced
+        return at.bucket.trainable and step.order.phase == "reduced"
 
     def _check(self, at: ParameterLocation, kind: str) -> None:
         """Raise ModelError for a state that the optimizer does not have."""
@@ -352,7 +352,6 @@ class ParameterNumbers:
             if not bucket.released:
                 bucket.ensure()
             bucket.write(at.slot, value)
-            step.written.note(bucket)
-            step.rewritten += 1
+            step.note_written(bucket)
         elif at.update is not None:
             at.update.state.write(at.slot, kind, value)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyreme.config import Config
-from polyreme.errors import BatchError, ModelError, warn
+from polyreme.errors import BatchError, ModelError, OrderError, warn
 from polyreme.models.buffers import Buffers
 from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
@@ -26,11 +26,11 @@ from polyreme.step import given_gradients
 from polyreme.step.accumulation import has_room, keep_adding, make_room
 from polyreme.step.loss_graph import refuse_by_frequency
 from polyreme.step.nonfinite import NonFinite
-from polyreme.step.precision import DTYPES, clip_factor, master_dtype
+from polyreme.step.order import Order, Plan
+from polyreme.step.precision import DTYPES, clip_factor, loss_scale, master_dtype
 from polyreme.step.progress import State, TrainingProgress
 from polyreme.step.replicas import looks
 from polyreme.step.totals import Flags, StepSums, power_of_two
-from polyreme.tensor.gradient_states import GradientStates
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.gather import Blocks
 from polyreme.zero.parameter import own
@@ -84,43 +84,35 @@ class Step:
         reducer: Reducer,
         blocks: Blocks,
         updates: Updates,
-        progress: TrainingProgress,
         buffers: Buffers,
+        clips_unasked: bool,
     ) -> None:
-        self.progress = progress
-        self.microbatches = 0
-        """Backwards done in this step."""
-        self.begun = False
-        """Whether there are gradients that are not applied yet."""
+        """`clips_unasked`: clipping is to be told of, once it happens."""
+        self.progress = TrainingProgress(sums.options, loss_scale(config.precision))
+        self.order = Order(Plan(config.accumulation))
+        """What this step has had, and what may come."""
         self.given: set[Tensor] = set()
         """Parameters whose `.grad` a script set, in the place of a backward."""
         self.flags = Flags()
         """What this rank tells all ranks in the next totals."""
         self.fits: int | None = None
         """The samples of a micro-batch that fit on the same mesh when what was loaded was saved."""
-        self.boundary: bool | None = None
-        """Whether the coming backward is the last of its step, where the caller says so; None: the config's
-        count of micro-batches does."""
-        self.extends = False
-        """Whether a backward after that one is added."""
-        self.own = 1.0
-        """What a mean over ranks multiplies losses by whose backward the user begins."""
         self.rewritten = 0
         """How often a script set weights (`ParameterNumbers`)."""
-        self.heard_unsaved = False
-        """Whether a rank told of a checkpoint that failed in the last totals."""
+        self._unsaved = False  # a rank told of a checkpoint that failed
         self.written = Written(placement.buckets, sums.mesh.loss, buffers.parameters)
         """What the user did to parameters between steps."""
-        self.states: GradientStates | None = None
+        self.states = reducer.states
         """Which gradients are whole, under tensor parallelism."""
-        self._nonfinite = NonFinite(config.precision, progress, sums.mesh.rank == 0)
+        self._nonfinite = NonFinite(config.precision, self.progress, sums.mesh.rank == 0)
         self._config, self._sums = config, sums
         self._placement, self._buckets = placement, placement.trainable
         self._reducer, self._blocks, self._updates, self.buffers = reducer, blocks, updates, buffers
         self._left_out = any(
             p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
         )
-        self.looks, self.clips_unasked = config.accumulation * sums.mesh.world_size > 1, False  # until told
+        # until it has looked, or told
+        self._looks, self._clips_unasked = config.accumulation * sums.mesh.world_size > 1, clips_unasked
         for bucket in self._buckets:
             own(bucket.parameters, self)
         self.begin()
@@ -129,6 +121,11 @@ class Step:
     def state(self) -> State:
         """How far training has come."""
         return self.progress.state
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are gradients that are not applied yet."""
+        return self.order.phase != "idle"
 
     def begin(self) -> None:
         """Forget all that this step has so far, and forwards without a backward."""
@@ -139,13 +136,12 @@ class Step:
         """Forget the gradients that this step has so far."""
         if self._reducer.under_way:  # a backward failed
             self._blocks.restart()
-        self.microbatches, self.begun, self.reduced = 0, False, False
-        self.labelled = True  # the loss of the coming backward is one, and no zero
+        self.order.restart()
+        self._labelled = True  # the loss of the coming backward is one, and no zero
         given_gradients.take(self.given)
         self._scaled = False  # the coming backward of the user's is of what `scale` returned
         self._rescaled = False  # gradients were set, and their norm is not taken yet
-        self._ended = False  # the backward that the caller said is the last has begun
-        self.clip = self._config.optimizer.clip
+        self._clip = self._config.optimizer.clip
         self._sums.clear()
         self._factor: float | None = None  # see `root`
         self._watched: bool | None = None  # whether parameters or modules have hooks, once looked at
@@ -153,39 +149,39 @@ class Step:
         self._updates.clear()
         for bucket in self._buckets:
             bucket.gradients.clear()
-        self._reducer.restart()
-        if self.boundary is not None:
-            self.set_boundary(self.boundary, self.extends, self.own)
+        self._reducer.restart(self.order.plan.to_come)
 
     def set_boundary(self, is_last: bool, extend: bool = False, own: float = 1.0) -> None:
         """See `Engine.set_boundary`."""
-        self.own = own
         if self._sums.mesh.pp.size > 1:
             raise BatchError(
                 "set_boundary on stages of a pipeline, whose schedule has batch.size: leave it out"
             )
-        self.extends = extend
-        if not is_last and (self._ended or (self.begun and not has_room(self._placement))):
-            self._extend()
-        if not is_last:
+        plan = Plan(self._config.accumulation, is_last, extend, own)
+        if not is_last and (self.order.is_over or (self.begun and not has_room(self._placement))):
+            self._extend(plan)
+        elif not is_last:
             make_room(self._placement, self._config, self._sums.mesh)
-        self.boundary = is_last
-        if not self._ended:
-            self._reducer.expect(is_last)
+        self.order.plan = plan
+        if not self.order.is_over:
+            self._reducer.expect(plan.to_come)
 
-    def _extend(self) -> None:
-        """Let a step that has had its last backward have another one, if the caller wants that."""
-        if not self.extends:
-            raise BatchError(_ENDED)
+    def _extend(self, plan: Plan) -> None:
+        """Let a step that has had its last backward have another one, if `plan` has that."""
+        limit = self._sums.limit(self.order.microbatches, self._config)
+        self.order.extend(plan, _ENDED if plan.announced else _ONE_TOO_MANY.format(limit))
         keep_adding(self._placement, self._config, self._sums.mesh)
-        self._ended = self.reduced = False
-        self._reducer.expect(bool(self.boundary))
+        self._reducer.expect(plan.to_come)
 
-    def count_microbatches(self) -> None:
-        """Let the config's count of micro-batches say again where a step ends. Between steps."""
-        if self.boundary is not None:
-            self.boundary = None
-            self._reducer.restart()
+    def count_microbatches(self, recut: bool = False) -> None:
+        """Let the config's count of micro-batches say again where a step ends; `recut`: which are of fewer
+        samples now. Between steps."""
+        if recut:
+            make_room(self._placement, self._config, self._sums.mesh)
+            self._looks = True
+        if recut or self.order.plan.announced:
+            self.order.plan = Plan(self._config.accumulation)
+            self._reducer.restart(self.order.plan.to_come)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can
@@ -195,9 +191,31 @@ class Step:
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on from what `state_dict` gave. Returns what there is to say of the optimizer's options."""
         self.begin()
+        self.fits = state.get("fits")
         notes = self.progress.load_state_dict(state)
         self._sums.hint = float(state["hint"])
         return notes
+
+    def go_on_from(self, old: Step) -> None:
+        """Go on from where the step of another training of the same model is, between steps."""
+        self.load_state_dict(old.state_dict())
+        self.written.note()
+        self.flags, self._clips_unasked = old.flags, old._clips_unasked
+
+    def note_written(self, bucket: Bucket) -> None:
+        """Take note that a script has set weights of a bucket."""
+        self.written.note(bucket)
+        self.rewritten += 1
+
+    def hears_unsaved(self) -> bool:
+        """Whether a rank told of a checkpoint that failed, in totals since this was asked last."""
+        heard, self._unsaved = self._unsaved, False
+        return heard
+
+    def clip_at(self, max_norm: float) -> float:
+        """Clip to this norm in this step. Returns the norm before."""
+        self._clip, self._clips_unasked = max_norm, False
+        return self.norm
 
     def backward(
         self,
@@ -219,17 +237,20 @@ class Step:
         self._admit(last)
         self.differentiate(0, [self.root(loss_sum, weight, tokens, samples, last)], [None], last, keep)
 
-    def skip_the_rest(self) -> None:
-        """Go through the backwards of the micro-batches that this step does not have, with nothing to
-        differentiate."""
-        if self.boundary is not None:
-            if not self._ended:
-                self._ended = True
-                self._reducer.expect(is_last=True)
-                self.differentiate(0, [], [])
-            return
-        while self.microbatches < self._config.accumulation:
-            self.microbatches += 1
+    def complete(self, call: str, last: bool) -> None:
+        """End the backwards of a step; those of micro-batches that it does not have differentiate nothing.
+        Raises OrderError where that is too early for `call`. last: see `Engine.step`."""
+        done, order, batch = given_gradients.backwards(self), self.order, self._config.batch
+        count = order.plan.microbatches
+        if done != count and not ((last or order.plan.announced) and done):
+            early = _EARLY.format(call, done, batch.size, self._sums.mesh.data.size, batch.micro, count)
+            raise OrderError(early + (_ENDS_BEFORE.format(call) if done else ""))
+        if order.plan.announced and not order.is_over:
+            order.move("ended")
+            self._reducer.expect(1)
+            self.differentiate(0, [], [])
+        while not order.is_over:
+            order.begin()
             self.differentiate(0, [], [])
 
     def enter(self, weight: float, tokens: int, samples: int, loss: Tensor | None = None) -> None:
@@ -243,14 +264,13 @@ class Step:
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._admit()
-        _look_at(self, [] if loss is None else [loss])
+        self._look_at([] if loss is None else [loss])
         self._sums.count(weight, tokens, samples, self._config.accumulation)
         if loss is None:
             self._sums.add_loss(None)
         elif weight:
             value = loss.detach().reshape(()).double()
             self._sums.add_loss(value * (weight / self._scale if scaled else weight))
-        self.begun = True
         self._reducer.begin(factor=weight / self._sums.hint)
         self._read_ahead()
 
@@ -269,21 +289,10 @@ class Step:
         """Refuse a backward that is one too many, or would add to what a script set."""
         given_gradients.refuse(self.given)
         if self._reducer.under_way:
-            raise BatchError(
-                "the backward before this one ended in an error: "
-                "call engine.zero_grad(), and begin the step again"
-            )
-        if self._ended:
-            self._extend()
-        self._ended = last and bool(self.boundary)
-        if self.boundary is None and self.microbatches == self._config.accumulation:
-            raise BatchError(
-                f"{self._sums.one_too_many(self.microbatches, self._config)}. Otherwise call "
-                "step() before the next backward(), or zero_grad() to drop "
-                "these gradients. Add the losses of one micro-batch up, or "
-                "call engine.backward(loss, last=False) for all but the last"
-            )
-        self.microbatches += last
+            raise OrderError(_FAILED)
+        if self.order.is_over:
+            self._extend(self.order.plan)
+        self.order.begin(last)
 
     @property
     def _scale(self) -> float:
@@ -298,7 +307,7 @@ class Step:
         without an engine, and scaled when they are taken. In a pipeline only the last stage knows by what."""
         self._sums.count(weight * last, tokens * last, samples * last, self._config.accumulation)
         self._sums.add_loss(loss_sum)
-        self.labelled = bool(weight)
+        self._labelled = bool(weight)
         if self._watched is None:
             one_stage = self._sums.mesh.pp.size == 1
             self._watched = one_stage and (self._left_out or self._reducer.watched or self._blocks.watched)
@@ -315,8 +324,7 @@ class Step:
     ) -> None:
         """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is
         complete, if this is the `last` backward of a micro-batch."""
-        _look_at(self, roots)
-        self.begun = True
+        self._look_at(roots)
         self._reducer.begin(stage, self._factor, last)
         self._read_ahead()
         if any(root.requires_grad for root in roots):
@@ -333,8 +341,7 @@ class Step:
         """The first half of a backward: only what the stage before needs. Returns the second, which gives the
         parameters their gradients and may be called at any later time of the step."""
         weights = WeightGradients()
-        _look_at(self, roots)
-        self.begun = True
+        self._look_at(roots)
         self._reducer.begin_inputs(stage)
         with weights.put_off(), gradients_by_rows(), _running(self, stage, roots, gradients):
             if roots:
@@ -353,9 +360,10 @@ class Step:
     def reduce(self) -> None:
         """Sum the totals over the ranks after the last backward, and gather whole gradients where states are
         whole. Once a step."""
-        if self.reduced:
+        if self.order.phase == "reduced":
             return
-        self.reduced, self.looks = True, False
+        self.order.move("reduced")
+        self._looks = False
         tied = [(b.tie, b.gradients) for b in self._buckets if b.tie is not None]
         for work in [tie.all_reduce(gradients.own_shard) for tie, gradients in tied]:
             work.wait()  # copies of a parameter on other stages
@@ -364,7 +372,7 @@ class Step:
         self._updates.read_gradients()
         missing = sum(len(b.parameters) - len(b.gradients.ever_arrived) for b in self._buckets)
         self._sums.reduce(self._squares(), missing, self.flags, self.buffers.has_news(), self.written)
-        self.heard_unsaved = self._sums.totals.unsaved > 0
+        self._unsaved = self._sums.totals.unsaved > 0
         for work in works:
             work.settle()  # the update scales gradients in place
 
@@ -373,46 +381,33 @@ class Step:
         squares = [bucket.gradients.squares() for bucket in self._buckets]
         return torch.stack(squares or [torch.zeros((), dtype=torch.float64, device=self._sums.device)]).sum()
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last backward of the step has begun, as far as that is known."""
-        if self.boundary is not None:
-            return self._ended or self.reduced
-        return self.microbatches == self._config.accumulation or self.reduced
-
     def so_far(self, parameter: Tensor) -> Tensor | None:
         """What this rank's backwards of the step have added up for a parameter, of the sum of their weighted
         losses; None where none has, or it is reduced already. Between backwards."""
-        found = None if self.reduced or self._reducer.under_way else self._reducer.so_far(parameter)
+        reduced = self.order.phase == "reduced"
+        found = None if reduced or self._reducer.under_way else self._reducer.so_far(parameter)
         return None if found is None else found.double() * (self._sums.hint / self._scale)
 
     def put_gradient(self, bucket: Bucket, index: int, mean: Tensor) -> None:
         """Set this rank's part of the reduced gradient of a bucket's parameter so that `mean`, flat and
-        whole, is that of the mean over the global batch. The norm is taken anew when it is asked for."""
+        whole, is that of the mean over the global batch."""
         bucket.gradients.write(index, mean / self.to_mean)
+        self.note_rescaled()
+
+    def note_rescaled(self) -> None:
+        """Take note that reduced gradients were changed: their norm is taken anew when it is asked for."""
         self._rescaled = True
-
-    def measure(self) -> None:
-        """Take the norm of gradients that were changed after `reduce`."""
-        self._rescaled = False
-        self._sums.measure(self._squares())
-
-    def _remeasure(self) -> None:
-        if self._rescaled:
-            self.measure()
 
     def update(self) -> StepResult:
         """Clip, update the shards and publish the parameters; or leave them alone after an overflow.
 
         Raises NumericsError for NaN or Inf without a dynamic loss scale, if precision.on_nonfinite = "error":
         nothing is updated."""
-        self._remeasure()
-        totals, scale, began = self._sums.totals, self._scale, self._began
+        norm, totals, scale, began = self.norm, self._sums.totals, self._scale, self._began
         lr = self.progress.options.lr
         self.progress.check_tokens(totals.tokens)
         # a batch without a single label is skipped too
         skipped = not totals.weight or self._nonfinite.skips(totals)
-        norm = self.norm
         self._blocks.release_all()
         for bucket in self._buckets:
             bucket.settle()
@@ -454,12 +449,21 @@ class Step:
     @property
     def norm(self) -> float:
         """The norm of these gradients, before clipping. All ranks must ask."""
-        self._remeasure()
+        if self._rescaled:
+            self._sums.measure(self._squares())
+            self._rescaled = False
         return self._sums.norm(self._scale, master_dtype(DTYPES[self._config.precision.compute]))
 
     def plateau(self, metric: float) -> float:
         """See `Engine.plateau`."""
         return self.progress.observe(self._sums.mean(metric))
+
+    def _look_at(self, roots: Sequence[Tensor]) -> None:
+        """Begin a backward. In the first step, refuse gradients that depend on how the batch is cut."""
+        if self._looks:
+            refuse_by_frequency(roots)
+        if not self.order.is_over:
+            self.order.move("accumulating")
 
     def _read_ahead(self) -> None:
         """Begin to read, in the last backward, what the update begins with."""
@@ -485,27 +489,13 @@ def _begin_next(step: Step) -> None:
             step.states.look_again()
 
 
-def recut(step: Step) -> None:
-    """Take in that the config has micro-batches of fewer samples now. Between steps."""
-    make_room(step._placement, step._config, step._sums.mesh)
-    step.looks = True
-    step._reducer.count(step._config.accumulation)
-    step._reducer.restart()
-
-
 def _clipping(step: Step, norm: float) -> float:
     """What clips gradients of this norm. Warns the first time that nobody asked for it."""
-    factor = clip_factor(norm, step.clip)
-    if step.clips_unasked and factor < 1:
-        step.clips_unasked = False
-        warn(_CLIPPED.format(norm, step.clip))
+    factor = clip_factor(norm, step._clip)
+    if step._clips_unasked and factor < 1:
+        step._clips_unasked = False
+        warn(_CLIPPED.format(norm, step._clip))
     return factor
-
-
-def _look_at(step: Step, roots: Sequence[Tensor]) -> None:
-    """Refuse, in the first step, gradients that depend on how the batch is cut."""
-    if step.looks:
-        refuse_by_frequency(roots)
 
 
 @contextmanager
@@ -515,7 +505,7 @@ def _running(
     """A backward of this engine's, or its second half, of no `roots`: to others it is foreign."""
     global _current
     states = step.states
-    if states is not None and step.labelled:
+    if states is not None and step._labelled:
         states.follow(roots, stage, loss=None in gradients)
     _current, before = step, _current
     try:
@@ -542,12 +532,19 @@ def _graphs_once() -> Iterator[None]:
         ) from error
 
 
+_EARLY = (
+    "{}() after {} backward() calls, but batch.size = {} over {} ranks with batch.micro = {} makes {} a step"
+)
+_ENDS_BEFORE = ": call {}(last=True) where the data ends before"
+_FAILED = "the backward before this one ended in an error: call engine.zero_grad(), and begin the step again"
 _ENDED = (
     "engine.set_boundary(True), or a batch.size of one micro-batch, said that the backward before this one "
     "is the last of its step: call step() before the next backward, or zero_grad() to drop these gradients"
 )
-
-
+_ONE_TOO_MANY = (
+    "{}. Otherwise call step() before the next backward(), or zero_grad() to drop these gradients. Add the "
+    "losses of one micro-batch up, or call engine.backward(loss, last=False) for all but the last"
+)
 _CLIPPED = (
     "gradients of norm {0:g} are clipped to {1:g}, the default of optimizer.clip, beside an optimizer that "
     'was passed: optimizer.clip = "none" clips nothing, and optimizer.clip = {1} says that this is meant'

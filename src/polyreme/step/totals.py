@@ -83,7 +83,7 @@ class StepSums:
         one. `options`: the optimizer's. `over_ranks`: sums are divided by the number of these, not by the
         weights counted. `replicas`: what is compared then, where ranks have copies but over data
         parallelism."""
-        self._replicas, self._options = replicas, options
+        self._replicas, self.options = replicas, options
         self.mesh, self._tells, self._over_ranks = mesh, tells, over_ranks
         self.device = mesh.device if mesh.has_numbers else torch.device("cpu")
         self.hint = 0.0
@@ -99,10 +99,10 @@ class StepSums:
         self._weight = 0.0
         self._tokens = self._samples = self._unseen = 0
 
-    def one_too_many(self, backwards: int, config: Config) -> str:
-        """What is said of a backward after the last one of a step, which had so many."""
+    def limit(self, backwards: int, config: Config) -> str:
+        """How many backwards a step has, which had so many, and what to write for more."""
         micro, share = int(config.batch.micro), config.share
-        each = self._samples // backwards
+        each = self._samples // max(backwards, 1)
         fits = 0 < each < micro and share % each == 0
         way = f"batch.micro = {each}, by which it has {share // each}" if fits else "a smaller batch.micro"
         has = f"{config.accumulation} micro-batch{'es' * (config.accumulation > 1)}"
@@ -141,7 +141,7 @@ class StepSums:
             float(self._unseen),
             float(news),
             self._samples * tells,
-            options := fingerprint(self._options) if mesh.world_size > 1 else 0.0,
+            options := fingerprint(self.options) if mesh.world_size > 1 else 0.0,
             options**2,
         ]
         counts = torch.tensor(told, dtype=torch.float64, device=self.device)
@@ -159,7 +159,7 @@ class StepSums:
         of_options = told[-3], told[-2]
         del told[-3:-1]
         if of_options[0] ** 2 != of_options[1] * mesh.world_size:  # exact
-            compare(self._options, mesh)
+            compare(self.options, mesh)
         if self._replicas is not None and told.pop(0):
             self._replicas.compare()
         self.totals = Totals(*told)

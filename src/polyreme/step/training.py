@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from polyreme.config import Config
 from polyreme.distributed.agreement import same_model
 from polyreme.distributed.mesh import Mesh
-from polyreme.errors import BatchError, TransportError
+from polyreme.errors import OrderError, TransportError
 from polyreme.models.buffers import Buffers
 from polyreme.optim.groups import Recipe, recipe, refuse_foreign
 from polyreme.optim.lr_schedule import LRSchedule
@@ -32,8 +32,6 @@ from polyreme.step.fit import FirstBatch
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import refuse_tables
 from polyreme.step.passes import Passes
-from polyreme.step.precision import loss_scale
-from polyreme.step.progress import TrainingProgress
 from polyreme.step.replicas import Replicas
 from polyreme.step.step import Step
 from polyreme.step.totals import StepSums
@@ -76,8 +74,12 @@ class Training:
         sharded = {slot.name for each in placement.buckets if each.sharded for slot in each.layout.slots}
         divided = {name for name in cuts if not cuts[name].cut.is_whole}
         self.buffers = Buffers(module, mesh, config, alike, sharded, divided)
-        states = _gradient_states(placement, config, mesh)
-        self._reducer = _reducer(placement, config, mesh, self.pipeline, states)
+        self._reducer = Reducer(
+            placement.trainable,
+            self.pipeline.mine,
+            gathers=any(bucket.sharded for bucket in placement.buckets),
+            states=_gradient_states(placement, config, mesh),
+        )
         zero, complete = config.zero, self._reducer.complete
         self.blocks = Blocks(module, placement.root, placement.units, zero.prefetch, zero.release, complete)
         formats = config.optimizer.states
@@ -89,13 +91,11 @@ class Training:
         tells, over_ranks = mesh.tp.alone() * self.pipeline.counts(mesh.pp), config.batch.mean == "ranks"
         replicas = Replicas(placement, mesh) if mesh.axis("tp", "pp").size > 1 else None
         sums = StepSums(mesh, tells, self.options, over_ranks, replicas)
-        progress = TrainingProgress(self.options, loss_scale(config.precision))
+        unasked = given is not None and "clip" not in config.optimizer.model_fields_set
         self.step = Step(
-            config, sums, placement, self._reducer, self.blocks, self.updates, progress, self.buffers
+            config, sums, placement, self._reducer, self.blocks, self.updates, self.buffers, unasked
         )
-        self.step.clips_unasked = given is not None and "clip" not in config.optimizer.model_fields_set
         self.options.on_metric(self.step.plateau)
-        self.step.states = states
         trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
         self.loop = Loop(module, objective, config, self.step, self._reducer, trained)
         self.passes = Passes(context, self.pipeline, built.stages, objective, self.step, self.blocks, first)
@@ -112,12 +112,12 @@ class Training:
 
     def look(self, model: nn.Module, refresh: Callable[[], None]) -> None:
         """Before a step or what else depends on the model: `refresh` where a script has changed the groups of
-        its own optimizer. Raises BatchError for that in the middle of a step, and ModelError for changes of
+        its own optimizer. Raises OrderError for that in the middle of a step, and ModelError for changes of
         the model."""
         if not self.options.regrouped(thorough=self.step.state.step % LOOK_EVERY == 0):
             self.roster.check(model)
         elif self.step.begun:
-            raise BatchError(_REGROUPED)
+            raise OrderError(_REGROUPED)
         else:
             refresh()
 
@@ -154,8 +154,7 @@ class Training:
     def tell_failed(self) -> None:
         """Raise CheckpointError on every rank, before one and the same step, if a checkpoint being written in
         the background failed."""
-        if self.step.heard_unsaved:
-            self.step.heard_unsaved = False
+        if self.step.hears_unsaved():
             self.saver.wait()
         self.step.flags.unsaved = self.saver.failed
 
@@ -198,9 +197,7 @@ class Training:
             for update in self.updates:  # states that there are by what a script has set go with the rest
                 update.state.try_options([[*old.options.groups]], {})
         carry(old.placement, list(old.updates), self.placement, list(self.updates), unchanged)
-        self.step.load_state_dict(old.step.state_dict())
-        self.step.written.note()
-        self.step.flags, self.step.clips_unasked = old.step.flags, old.step.clips_unasked
+        self.step.go_on_from(old.step)
         old.placement.offload.close()
 
 
@@ -216,21 +213,6 @@ def _gradient_states(placement: Placement, config: Config, mesh: Mesh) -> Gradie
     }
     between = PART if config.mesh.sequence_parallel else WHOLE
     return GradientStates(mesh.tp, parameters, Restriction, between if mesh.pp.size > 1 else None)
-
-
-def _reducer(
-    placement: Placement, config: Config, mesh: Mesh, pipeline: PipelineRank, states: GradientStates | None
-) -> Reducer:
-    """What reduces the gradients of what is trained."""
-    reducer = Reducer(
-        placement.trainable,
-        config.accumulation,
-        pipeline.mine,
-        gathers=any(bucket.sharded for bucket in placement.buckets),
-    )
-    if states is not None:
-        reducer.summed = states.summed
-    return reducer
 
 
 LOOK_EVERY = 16

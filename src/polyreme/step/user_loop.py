@@ -30,7 +30,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from polyreme.config import Config
-from polyreme.errors import BatchError
+from polyreme.errors import BatchError, OrderError
 from polyreme.models.huggingface import count_tokens, returned
 from polyreme.step import grad_scaler
 from polyreme.step.batches import samples_of
@@ -77,11 +77,11 @@ class Loop:
         self._task = -1  # autograd's number of the last backward that came by
         self._parameters = parameters
         self._loss: Tensor | None = None  # the loss of the backward under way, if that is known
-        self._announced: Callable[[], float] | None = None  # its weight
-        self._hook = model.register_forward_pre_hook(Hook(partial(_called, weakref.ref(self))))
+        self._announced: float | BatchError | None = None  # its weight, or why there is none
+        self._hook = model.register_forward_pre_hook(Hook(partial(_call, weakref.WeakMethod(self.called))))
         listen(self)
         # graphs lead to the reducer, and what autograd's own memory holds, Python's collector cannot free
-        reducer.unannounced = partial(_unannounced, weakref.ref(self))
+        reducer.unannounced = partial(_call, weakref.WeakMethod(self._begin))
         # `finalize` holds its function for ever: it may not lead to the model or to functions of the script
         weakref.finalize(self, self._hook.remove).atexit = False
 
@@ -95,19 +95,16 @@ class Loop:
         """See `Listener`: read what a loss is the mean of while that is there, for the case that its backward
         comes to the output of the last forward."""
         self._loss, self._announced = loss, None
-        if loss is None or self._last is None or current() is not None:
+        if loss is None or self._last is None or current() is not None or self._alike:
             return
         forward, output = self._last
-        if self._alike:
-            self._announced = lambda: self._step.own
-            return
         try:
             weight = self._weight_of_loss(loss, forward.batch, output)
             if weight is None:
                 weight = self._weight_of_batch(loss, forward.batch, output)
-            self._announced = partial(float, weight)
+            self._announced = float(weight)
         except BatchError as error:  # it may be of others
-            self._announced = partial(_raise, error)
+            self._announced = error
 
     def follow(self, roots: Sequence[Tensor]) -> None:
         """See `Listener`."""
@@ -136,7 +133,7 @@ class Loop:
         self._waiting[forward] = None
         if self._step.states is not None:
             self._step.states.parts.refuse()
-        arrived = partial(_arrived, weakref.ref(self), forward)
+        arrived = partial(_call, weakref.WeakMethod(self.arrived), forward)
         for tensor in returned(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(arrived)
@@ -163,7 +160,7 @@ class Loop:
     @property
     def _repeats(self) -> bool:
         """Whether one forward may have several backwards, each of which is one of the step's."""
-        return self._alike and self._step.extends
+        return self._alike and self._step.order.plan.extend
 
     def _size(self, forward: Forward) -> tuple[int, int]:
         """Tokens and samples of a micro-batch, if they are not counted yet."""
@@ -173,7 +170,7 @@ class Loop:
 
     def _weight_alone(self, batch: Any) -> float:
         """The weight of a backward of which no loss is known."""
-        return self._step.own if self._alike else self._objective.weight(batch)
+        return self._step.order.plan.own if self._alike else self._objective.weight(batch)
 
     def _check_weight(self, batch: Any, weight: float) -> None:
         """Raise BatchError where a loss of the micro-batch `batch` was weighted by another one's, of another
@@ -210,7 +207,7 @@ class Loop:
         if self._last is None:
             known = [each for each in self._waiting if each.updates == self._updates and self._alike]
             if not known:
-                raise BatchError(_OF_OTHER if self._other_waits() else _NO_FORWARD)
+                raise OrderError(_OF_OTHER if self._other_waits() else _NO_FORWARD)
             return known[0], None
         self._check_weights(self._last[0])
         return self._last
@@ -236,7 +233,7 @@ class Loop:
 
     def _check_weights(self, forward: Forward) -> None:
         if forward.updates != self._updates:
-            raise BatchError(
+            raise OrderError(
                 "step(), or engine.numbers(...), changed the weights between this forward and its "
                 "backward, whose gradients would be those of neither: call "
                 "backward before step(), or do the forward again"
@@ -252,13 +249,13 @@ class Loop:
         if not keep and self._last is not None and self._last[0] is forward:
             self._last = None
 
-    def called(self) -> None:
+    def called(self, *_: Any) -> None:
         """Take note of a call of the module, the engine's or the user's."""
         self._aside = self._aside or torch.is_grad_enabled()
         if self._step.states is not None:
             self._step.states.parts.allow()
 
-    def arrived(self, forward: Forward) -> None:
+    def arrived(self, forward: Forward, _: Tensor) -> None:
         """Take note of a backward that has come to the output of a forward."""
         self._check_weights(forward)
         if current() is None or current() is self._step:
@@ -285,11 +282,13 @@ class Loop:
                 raise BatchError(_OF_MODULE)
             forward = forward or self._forward()[0]
             if forward.counted and not self._repeats:
-                raise BatchError(_NO_FORWARD)
+                raise OrderError(_NO_FORWARD)
             if not self._alike:
                 self._refuse_more(forward.batch)
             told = self._announced if last is not None and forward is last[0] else None
-            weight = told() if told is not None else self._weight_alone(forward.batch)
+            if isinstance(told, BatchError):
+                raise told
+            weight = self._weight_alone(forward.batch) if told is None else told
             tokens, samples = self._size(forward)
             self._count(forward)
             self._step.enter(weight, tokens, samples, self._loss)
@@ -305,24 +304,10 @@ class Loop:
             return _will_come_to(get_gradient_edge(p).node for p in self._parameters if p.requires_grad)
 
 
-def _raise(error: BatchError) -> float:
-    raise error
-
-
-def _called(loop: weakref.ref[Loop], *_: Any) -> None:
-    if (known := loop()) is not None:
-        known.called()
-
-
-def _unannounced(loop: weakref.ref[Loop]) -> None:
-    if (known := loop()) is not None:
-        known._begin()
-
-
-def _arrived(loop: weakref.ref[Loop], forward: Forward, gradient: Tensor) -> None:
+def _call(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
     # autograd's own memory holds this, and Python's collector cannot free what that holds
-    if (known := loop()) is not None:
-        known.arrived(forward)
+    if (known := method()) is not None:
+        known(*args)
 
 
 def _will_come_to(nodes: Iterable[Any]) -> bool:

@@ -31,14 +31,13 @@ from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
 from polyreme.pipeline.weight_gradients import current
+from polyreme.tensor.gradient_states import GradientStates
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.parameter import OWN_GRAD
 
 IN_FLIGHT = 1
 """One block's reduction overlaps with the next one's backward; more would hold more than two blocks'
 gradients."""
-UNKNOWN = 1 << 60
-"""Backwards of a step to come, where only their last is announced."""
 
 
 class Reducer:
@@ -47,20 +46,20 @@ class Reducer:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        microbatches: int = 1,
         stages: Collection[int] = (0,),
         gathers: bool = False,
+        states: GradientStates | None = None,
     ) -> None:
-        """`stages`: those of this rank. `gathers`: backwards gather parameters, if only frozen ones."""
+        """`stages`: those of this rank. `gathers`: backwards gather parameters, if only frozen ones.
+        `states`: which gradients are whole, under tensor parallelism."""
         self._order = list(reversed(buckets))
         self._index: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index)
             for bucket in buckets
             for index, parameter in enumerate(bucket.parameters)
         }
-        self._stages = {*stages}
-        self.count(microbatches)
-        self._left: dict[Bucket, int] = {}
+        self._stages, self.states = {*stages}, states
+        self._left: dict[Bucket, int] = {}  # backwards to come
         self._gathers, self._by_arrival = gathers, not gathers
         self._whole = True  # the backward under way has no second half
         # to be reduced in this backward: parameters without a gradient in it
@@ -72,8 +71,8 @@ class Reducer:
         self._factor: float | None = (
             None  # scales the gradients of the backward under way, unless they are scaled
         )
-        self.summed: Collection[Tensor] = ()
-        """Parameters whose gradients autograd itself has to give, to be summed before they are taken."""
+        # whose gradients autograd itself has to give, to be summed before they are taken
+        self._summed: Collection[Tensor] = () if states is None else states.summed
         self.unannounced: Callable[[], None] = _refuse
         """A callback for a gradient that no `begin` has announced; it does so."""
 
@@ -96,25 +95,19 @@ class Reducer:
                 for p in self._index
             )
 
-    def count(self, microbatches: int) -> None:
-        """Say how many there are in the steps that begin from now on."""
-        # backwards of a step
-        self._uses = {bucket: microbatches * len({*bucket.stages} & self._stages) for bucket in self._order}
-
-    def restart(self) -> None:
-        """Begin a step, before its first backward. Of a step before that did not end nothing is under way any
-        more."""
+    def restart(self, microbatches: int) -> None:
+        """Begin a step of so many, before its first backward. Of a step before that did not end nothing is
+        under way any more."""
         self._backward = None
-        self._left = dict(self._uses)
+        self.expect(microbatches)
         self._waiting.clear()
         self._adding.clear()
         self._in_flight.clear()
         self._listen(self._order)
 
-    def expect(self, is_last: bool) -> None:
-        """Say whether the coming backward is the last of the step, whatever number of them was said before.
-        Of a model that is not cut into stages."""
-        self._left = dict.fromkeys(self._uses, 1 if is_last else UNKNOWN)
+    def expect(self, microbatches: int) -> None:
+        """Say how many micro-batches' backwards come before the step is reduced, whatever was said before."""
+        self._left = {bucket: microbatches * len({*bucket.stages} & self._stages) for bucket in self._order}
 
     def close(self) -> None:
         """Follow gradients no more."""
@@ -187,7 +180,7 @@ class Reducer:
         bucket, index = self._index[parameter]
         open = bucket in self._waiting or bucket in self._adding
         alone = parameter in self._hooks and len(parameter._post_accumulate_grad_hooks or ()) == 1
-        alone = alone and parameter not in self.summed
+        alone = alone and parameter not in self._summed
         return bucket.gradients.sum_of(index) if open and alone else None
 
     def so_far(self, parameter: Tensor) -> Tensor | None:
