@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
 from polyreme.compat import finder
+from polyreme.launch import local
 from pool import PRELOAD, forkserver
 
 DOOR_PRELOAD = ["polyreme.compat.deepspeed", "transformers.trainer_seq2seq", "peft", *PRELOAD]
@@ -39,7 +38,7 @@ class WarmPython:
     """`python WORDS` (-m MODULE ARGUMENTS or -c CODE) in `folder` with these variables and no others; of
     subprocess.Popen what tests use.
 
-    `ranks`: torchrun's agent starts ranks as forks of it, too. `door`: all of them begin with DeepSpeed's
+    `ranks`: it starts ranks as forks of itself, too. `door`: all of them begin with DeepSpeed's
     door open. What all of them print goes to `output` and `errors`, files beside `folder`."""
 
     def __init__(
@@ -105,13 +104,23 @@ def _behind_the_door() -> Iterator[None]:
 
 
 class WarmRank:
-    """A rank as a fork of its launcher; of subprocess.Popen what torchrun's agent uses, and ours of it."""
+    """A rank as a fork of its launcher; of subprocess.Popen what that one uses."""
 
-    def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
+    def __init__(
+        self,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+        **_: Any,
+    ) -> None:
         self.returncode: int | None = None
         _flush()
         self.pid = os.fork()
         if not self.pid:
+            for number, descriptor in ((1, stdout), (2, stderr)):
+                if descriptor is not None:
+                    os.dup2(descriptor, number)
             _rank(args, env)
 
     def poll(self) -> int | None:
@@ -146,7 +155,7 @@ def _python(
         os.close(descriptor)
     os.chdir(folder)
     if ranks:
-        subprocess_handler.Popen = WarmRank  # type: ignore[assignment, misc]
+        local.Popen = WarmRank  # type: ignore[assignment, misc, attr-defined]
     gc.freeze()  # never to visit what is imported makes each collection quick
     option, what, *sys.argv[1:] = words
     if option == "-m":

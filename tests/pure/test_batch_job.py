@@ -63,8 +63,9 @@ class Slurm:
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    for name, seconds in {"LOOK": 0.01, "SOON": 0.02, "SELDOM": 0.02, "LATE": 0.2, "ENDING": 2.0}.items():
+    for name, seconds in {"LOOK": 0.01, "SOON": 0.02, "SELDOM": 0.02, "LATE": 0.2}.items():
         monkeypatch.setattr(batch_job, name, seconds)
+    monkeypatch.setattr(batch_job.Following, "leaving", 2.0)
     return Slurm(tmp_path)
 
 

@@ -22,6 +22,7 @@ from polyreme.config.schema import LEAVES
 from polyreme.data import load_tokenizer, tokenizer_folder, train_tokenizer
 from polyreme.errors import ConfigError, DataError
 from polyreme.launch import torchrun
+from polyreme.launch.signals import ENDINGS, hearing
 from polyreme.models import huggingface
 
 DEEP = 5000
@@ -399,12 +400,12 @@ def test_damaged_files_beside_the_weights(tmp_path: Path) -> None:
         tokenizer_folder(None, str(tmp_path))
 
 
-def test_the_launcher_leaves_ignored_signals_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
+def test_the_launcher_leaves_ignored_signals_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        heard = torchrun._for_ranks(1, None, None)["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+        with hearing(ENDINGS):
+            now = {number: signal.getsignal(number) for number in ENDINGS}
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert heard == "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"
-    assert "SIGHUP" in torchrun._for_ranks(1, None, None)["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+    assert [number for number, action in now.items() if action == signal.SIG_IGN] == [signal.SIGHUP]
+    assert all(callable(action) for number, action in now.items() if number != signal.SIGHUP)

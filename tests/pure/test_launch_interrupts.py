@@ -8,16 +8,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from polyreme.cli import doctor
-from polyreme.launch import signals, torchrun
-from polyreme.launch.rank import AGENT_TIMEOUT
+from polyreme.errors import PolyremeError
+from polyreme.launch import local, signals, torchrun
+from polyreme.launch.rank import LAUNCHER_TIMEOUT
 from polyreme.launch.signals import importing
+from polyreme.launch.supervise import stopped_by
 
 
 def status_of_child() -> int:
@@ -52,15 +52,13 @@ def test_a_handler_of_the_users_handler_stays() -> None:
 def test_ranks_begin_with_it_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[set[Any]] = []
 
-    def start(self: object, group: object) -> dict[int, Any]:
+    def start(*words: object, **options: object) -> None:
         found.append(signal.pthread_sigmask(signal.SIG_BLOCK, set()))
-        return {}
+        raise PolyremeError
 
-    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
-    agent = torchrun._Agent.__new__(torchrun._Agent)
-    agent.manner, agent.saves = torchrun.Manner(), False
-    group = SimpleNamespace(workers=[SimpleNamespace(global_rank=0)])
-    agent._start_workers(group)  # type: ignore[arg-type]
+    monkeypatch.setattr(local, "Popen", start)
+    with pytest.raises(PolyremeError):
+        torchrun.launch(["-m", "this"], 1)
     assert signal.SIGINT in found[0] and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
@@ -75,12 +73,12 @@ def test_a_rank_that_was_interrupted_ends_at_once(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"begun\n"
         rank.send_signal(signal.SIGINT)
-        assert rank.wait(AGENT_TIMEOUT / 2) == 130
+        assert rank.wait(LAUNCHER_TIMEOUT / 2) == 130
 
 
 def test_doctor_that_is_interrupted_is_no_check_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
-        raise torchrun._stopped_by(signal.SIGINT)
+        raise stopped_by(signal.SIGINT, "every rank has ended")
 
     monkeypatch.setattr(torchrun, "launch", interrupted)
     with pytest.raises(torchrun.RanksFailedError) as caught:
@@ -117,7 +115,7 @@ def test_a_signal_in_a_slow_step_is_acknowledged_at_once(
             second = signal.SIGINT
         else:
             busy.send_signal(second)
-        assert busy.wait(AGENT_TIMEOUT) == 128 + second
+        assert busy.wait(LAUNCHER_TIMEOUT) == 128 + second
         assert busy.stderr.read() == f"ended by {second.name}\nwhat is next\n"
 
 

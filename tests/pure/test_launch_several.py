@@ -57,7 +57,7 @@ def test_the_variables_that_go_along() -> None:
 
 
 def test_one_host_alone_failed_first() -> None:
-    started = several._Started(Mock(), [])
+    started = several._Started({}, Mock(), [], {})
     outcomes = {
         "a": "rank 0 of 2 failed first: it waited",
         "b": "rank 1 of 2 failed first: it was ended by SIGKILL",

@@ -14,7 +14,7 @@ import polyreme
 from polyreme.config import Config
 from polyreme.config.advice import takes_less
 from polyreme.files.machine import killed_for_memory
-from polyreme.launch import torchrun
+from polyreme.launch import local, torchrun
 from polyreme.launch.manner import RanksFailedError
 
 ABSURD = 2**50
@@ -135,7 +135,7 @@ def test_how_many_the_kernel_has_killed(tmp_path: Path, files: dict[str, str], c
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_rank_that_the_kernel_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     counts = iter([5, 5 + more])
-    monkeypatch.setattr(torchrun, "killed_for_memory", lambda: next(counts))
+    monkeypatch.setattr(local, "killed_for_memory", lambda: next(counts))
     script = tmp_path / "script.py"
     script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     with pytest.raises(RanksFailedError) as caught:

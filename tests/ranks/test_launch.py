@@ -20,14 +20,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import polyreme.errors
 from command import polyreme as run_command
 from examples import ALL
 from polyreme.errors import LaunchError
-from polyreme.launch import torchrun
 from polyreme.launch.cores import share
+from polyreme.launch.local import Failure, Local, report
 from polyreme.launch.torchrun import RanksFailedError, launch
 from warm import WarmPython
 
@@ -303,20 +302,20 @@ def test_the_first_of_two_that_raise_is_named_first(script: Script) -> None:
 
 
 def test_one_report_for_many_ranks(tmp_path: Path) -> None:
-    def failed(rank: int, exit_status: int, message: str | None = None, at: float = 0.0) -> ProcessFailure:
+    def failed(rank: int, exit_status: int, message: str | None = None, at: float = 0.0) -> Failure:
         file = tmp_path / f"{rank}.json"
         if message is not None:
             facts = {"py_callstack": f"Traceback of {rank}", "timestamp": str(int(at)), "at": at}
             file.write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
-        return ProcessFailure(rank, 1000 + rank, exit_status, str(file))
+        return Failure.read(rank, exit_status, file)
 
-    failures = {
-        0: failed(0, 1, "RuntimeError: connection lost\nmore", at=100.75),
-        1: failed(1, -signal.SIGTERM),
-        2: failed(2, 1, "KeyError: 7", at=100.5),
-        3: failed(3, 1, "KeyError: 7", at=100.9),
-    }
-    *said, last = str(torchrun._report(failures, (), 4)).splitlines()
+    failures = [
+        failed(0, 1, "RuntimeError: connection lost\nmore", at=100.75),
+        failed(1, -signal.SIGTERM),
+        failed(2, 1, "KeyError: 7", at=100.5),
+        failed(3, 1, "KeyError: 7", at=100.9),
+    ]
+    *said, last = str(report(failures, (), 4)).splitlines()
     assert said == [
         "rank 2 of 4 failed first: KeyError: 7",
         "rank 3 failed in the same way",
@@ -324,11 +323,11 @@ def test_one_report_for_many_ranks(tmp_path: Path) -> None:
     ]
     assert Path(last.split()[1]).read_text() == "Traceback of 2"
     failures[1] = failed(1, -signal.SIGSEGV)
-    assert str(torchrun._report(failures, (1,), 4)).startswith(
+    assert str(report(failures, (1,), 4)).startswith(
         "rank 1 of 4 failed first: it was ended by SIGSEGV\nthen"
     )
-    failures = {rank: failed(rank, 1, f"KeyError: {rank}", at=rank) for rank in range(9)}
-    text = str(torchrun._report(failures, (), 9))
+    failures = [failed(rank, 1, f"KeyError: {rank}", at=rank) for rank in range(9)]
+    text = str(report(failures, (), 9))
     assert "\nthen rank 3 failed: KeyError: 3\nand 5 more failed then\ntraceback: " in text
 
 
@@ -358,7 +357,7 @@ def test_a_script_may_exit_with_zero(script: Script) -> None:
 
 
 def test_a_rank_that_will_not_end_is_killed(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "PATIENCE", 1)
+    monkeypatch.setattr(Local, "leaving", 1)
     path = script.write("""
         signal.signal(signal.SIGTERM, lambda *_: tell("asked to end"))
         tell(0, "ready")
@@ -495,9 +494,9 @@ def test_a_script_is_asked_to_save(script: Script, words: list[str], status: int
 
 SAVES = """
 from polyreme.errors import PolyremeError
-from polyreme.launch import signals, torchrun
+from polyreme.launch import local, signals, torchrun
 for name, value in {limits!r}.items():
-    setattr(torchrun if hasattr(torchrun, name) else signals, name, value)
+    setattr(local.Local if hasattr(local.Local, name) else signals, name, value)
 try:
     torchrun.launch([{path!r}], 2, saves=True)
 except PolyremeError as error:
@@ -558,7 +557,7 @@ def test_a_second_sigterm_ends_ranks_that_save(script: Script) -> None:
 
 def test_ranks_that_take_too_long_to_save_are_killed(script: Script) -> None:
     (script.folder / "hold").touch()
-    process = saving(script, SAVING=0.3)
+    process = saving(script, saving=0.3)
     process.send_signal(signal.SIGUSR1)
     errors = process.communicate(timeout=END_WITHIN)[1]
     assert (

@@ -139,7 +139,7 @@ def test_a_launcher_says_so_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     with listening(speak) as port:
         place = hosts.Hosts(1, 2, 2, ("127.0.0.1", port))
         with pytest.raises(PolyremeError, match="no answer within 1 s" if kind == "hangs" else said):
-            hosts.Meeting(place, patience=1.0).next_rendezvous()
+            hosts.Meeting(place, patience=1.0).meet(1)
 
 
 def test_two_runs_at_one_place_do_not_mix() -> None:

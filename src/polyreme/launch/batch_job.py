@@ -22,15 +22,15 @@ from polyreme.errors import LaunchError
 from polyreme.launch.frames import OUTPUT, Frame
 from polyreme.launch.manner import RanksFailedError
 from polyreme.launch.requests import STOPPED
-from polyreme.launch.signals import ENDINGS, ONE_SIGNAL, WISHES, hearing
+from polyreme.launch.signals import WISHES
 from polyreme.launch.slurm import Job
 from polyreme.launch.streams import Printer
+from polyreme.launch.supervise import Run, Transport, going_on
 
 LOOK = 0.2  # seconds between two looks at what was printed
 SOON, SELDOM = 1.0, 10.0  # seconds between two questions to Slurm, after a change and later
 ANSWER = 10.0  # seconds for a command of Slurm's that ends a job, or tells of one that ended
 LATE = 15.0  # seconds until a file that another host wrote is seen here
-ENDING = 14.0  # seconds for a job to end that was cancelled
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
     "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
@@ -81,17 +81,17 @@ def follow(job: Job, *, saves: bool = False) -> None:
     Signals that end a command cancel the job, but for SIGHUP, after which it goes on; of a run that `saves`,
     SIGTERM and SIGUSR1 are passed on to ranks. Raises RanksFailedError where the job ends otherwise than
     well, or after a signal; LaunchError where Slurm does not know how it ended."""
-    with hearing({*ENDINGS, *(WISHES if saves else ())}) as came:
-        following = _Following(job, saves, came)
-        try:
-            following.run()
-        finally:
-            following.close()
+    Following(job, saves).run(WISHES if saves else ())
 
 
-class _Following:
-    def __init__(self, job: Job, saves: bool, came: list[int]) -> None:
-        self._job, self._saves, self._came = job, saves, came
+class Following(Transport):
+    """A job, and what it prints."""
+
+    leaving = 14.0
+    saving = math.inf  # as long as the nodes' launchers wait
+
+    def __init__(self, job: Job, saves: bool) -> None:
+        self._job, self._saves = job, saves
         self._state = State("PENDING")
         self._said: set[str] = set()
         self._printer, self._printed = Printer(), 0
@@ -99,23 +99,37 @@ class _Following:
         self._next, self._interval = 0.0, SOON
         self._began = math.inf
         """When it was first seen to run."""
-        self._wished, self._stopped, self._deadline = -math.inf, 0, math.inf
+        self._late = math.inf
+        """When no more of what it printed is to be waited for."""
+        self._cancelled = False
 
-    def run(self) -> None:
-        """Until the job has ended. Raises RanksFailedError."""
-        while not self._state.ended and time.monotonic() < self._deadline:
-            self._heed()
-            self._print()
+    def start(self, run: Run) -> None:
+        pass  # Slurm does
+
+    def look(self) -> bool:
+        seen = self._print()
+        if self._state.ended and (seen or not self._state.nodes or time.monotonic() > self._late):
+            return True
+        if not self._state.ended:
             self._ask()
-            time.sleep(LOOK)
-        late = min(time.monotonic() + LATE, self._deadline)
-        while not self._print() and self._state.nodes and time.monotonic() < late:
-            self._heed()
-            time.sleep(LOOK)
-        self._report()
+        time.sleep(LOOK)
+        return False
 
-    def close(self) -> None:
-        """End the question that is asked."""
+    def save(self, number: int) -> bool:
+        if self._state.name == "RUNNING":
+            self._cancel("--signal=USR1")  # not to the batch script, which would have the job go on
+        return self._state.name == "RUNNING"
+
+    def end(self, number: int | None) -> None:
+        if number == signal.SIGHUP:
+            text = f"the terminal hung up; job {self._job.number} goes on: {self._state.output}"
+            raise RanksFailedError(text, 128 + number)
+        self._cancelled, self._next = True, 0.0
+        if self._saves:  # it takes SIGTERM, which Slurm sends, as the wish to save; not so after this
+            self._cancel("--signal=HUP")
+        self._cancel()
+
+    def close(self, within: float) -> None:
         if self._question:
             self._question.kill()
             self._question.communicate()
@@ -155,7 +169,7 @@ class _Following:
             told, self._question = os.fsdecode(self._question.communicate()[0]), None
             self._hear(told)
             self._next = time.monotonic() + self._interval
-            self._interval = SOON if self._stopped else min(1.1 * self._interval, SELDOM)
+            self._interval = SOON if self._cancelled else min(1.1 * self._interval, SELDOM)
 
     def _hear(self, told: str) -> None:
         if "JobState=" not in told and "Invalid job id" not in told:
@@ -166,6 +180,7 @@ class _Following:
         if (state.name, state.restarts) != (before.name, before.restarts):
             self._interval = SOON
             self._said = self._said if state.ended else set()
+            self._late = time.monotonic() + LATE if state.ended else math.inf
         again = f", restart {state.restarts}" if state.restarts else ""
         if state.name == "RUNNING":
             self._began = min(self._began, time.monotonic())
@@ -189,51 +204,25 @@ class _Following:
             self._state, name=found[1], status=int(found[2]), number=int(found[3]), nodes=nodes
         )
 
-    def _heed(self) -> None:
-        while self._came:
-            number, now = self._came.pop(0), time.monotonic()
-            if number == signal.SIGHUP:
-                raise RanksFailedError(
-                    f"the terminal hung up; job {self._job.number} goes on: {self._state.output}",
-                    128 + number,
-                )
-            if self._stopped:
-                self._deadline = now
-            elif not (self._saves and number in WISHES and self._state.name == "RUNNING"):
-                self._stopped, self._deadline = number, now + ENDING
-                if self._saves:  # it takes SIGTERM, which Slurm sends, as the wish to save; not so after this
-                    self._cancel("--signal=HUP")
-                self._cancel()
-                self._next = 0.0
-            elif now > self._wished + ONE_SIGNAL:
-                self._wished = now
-                # not to the batch script, which would have the job go on
-                self._cancel("--signal=USR1")
-
     def _cancel(self, *options: str) -> None:
         if said := _run(self._job.words("scancel", *options, self._job.number)).strip():
             self._say(said)
 
-    def _report(self) -> None:
-        """Raise RanksFailedError unless the job ended well."""
-        job, state = f"job {self._job.number}", self._state
-        if self._stopped:
-            more = "has ended" if state.ended else "is cancelled, but has not ended yet, as Slurm says"
-            raise RanksFailedError(
-                f"stopped by {signal.Signals(self._stopped).name}; {job} {more}", 128 + self._stopped
-            )
+    def stopped(self) -> str:
+        more = "has ended" if self._state.ended else "is cancelled, but has not ended yet, as Slurm says"
+        return f"job {self._job.number} {more}"
+
+    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
+        state = self._state
         if self._saves and state.status == STOPPED:
-            raise RanksFailedError(f"ranks have stopped, and are to go on (status {STOPPED})", STOPPED)
-        if state.name != "COMPLETED":
-            how = f"status {state.status}" if state.status else f"signal {state.number}"
-            how = f" with {how}" if state.status or state.number else ""
-            raise RanksFailedError(
-                f"{job} ended as {state.name}{how}: see what it printed{_where(state)}", state.status or 1
-            )
-
-
-def _where(state: State) -> str:
-    return f" to {state.output}" if state.output else ""
+            return going_on()
+        if state.name == "COMPLETED":
+            return None
+        how = f"status {state.status}" if state.status else f"signal {state.number}"
+        how = f" with {how}" if state.status or state.number else ""
+        where = f" to {state.output}" if state.output else ""
+        text = f"job {self._job.number} ended as {state.name}{how}: see what it printed{where}"
+        return RanksFailedError(text, state.status or 1)
 
 
 def _run(words: list[str]) -> str:

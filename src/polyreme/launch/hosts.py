@@ -17,8 +17,6 @@ from datetime import timedelta
 from functools import partial
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from polyreme.distributed.environment import (
     LEAST_PODS,
@@ -89,99 +87,72 @@ def _of_launcher(variables: Mapping[str, str]) -> Environment:
     return detect({name: value for name, value in variables.items() if name != RANKS_PER_POD})
 
 
-class _Handler(RendezvousHandler):
-    """What torchrun's agent asks for and we need nothing of."""
+@dataclass(frozen=True)
+class Place:
+    """The place of a launcher among those that have met: its number of how many; the number of its first rank
+    and of how many; their store, which ranks use, too, and its address; a name that no other run has."""
 
+    index: int
+    count: int
+    first: int
+    world_size: int
+    store: TCPStore
+    address: tuple[str, int]
+    run_id: str
     peers: Peers | None = None
-    """The other hosts' launchers, while they are watched."""
-
-    def __init__(self) -> None:
-        self._run_id = uuid.uuid4().hex
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "polyreme"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: nobody else could join."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
+    """The other hosts' launchers, where they are watched."""
 
     def somebody_waits(self) -> bool:
         """Whether another host would join, if the run were to meet anew."""
-        return False
+        return self.index == 0 and self.store.check([WAITING])
 
 
-class Loopback(_Handler):
-    """The meeting of one agent with itself. Its store, which ranks use, too, listens on loopback; torch's
-    anywhere."""
-
-    def __init__(self, ports: Sequence[int]) -> None:
-        super().__init__()
-        self._ports = ports
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        listener = self._listen()
-        port = listener.getsockname()[1]
-        return RendezvousInfo(serve(listener), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
-
-    def _listen(self) -> socket.socket:
-        for port in self._ports:
-            try:
-                return socket.create_server((LOOPBACK, port))
-            except (OSError, OverflowError) as error:
-                problem = error
-        raise LaunchError(
-            f"ranks cannot meet at port {self._ports[-1]} of {LOOPBACK}: {problem}; "
-            "give another port, or none for any that is free"
-        )
+def alone(ports: Sequence[int], ranks: int) -> Place:
+    """The meeting of a launcher with itself, at the first of `ports` that is free: its store listens on
+    loopback, torch's anywhere."""
+    for port in ports:
+        try:
+            listener = socket.create_server((LOOPBACK, port))
+        except (OSError, OverflowError) as error:
+            problem = error
+        else:
+            address = LOOPBACK, listener.getsockname()[1]
+            return Place(0, 1, 0, ranks, serve(listener), address, uuid.uuid4().hex)
+    raise LaunchError(
+        f"ranks cannot meet at port {ports[-1]} of {LOOPBACK}: {problem}; "
+        "give another port, or none for any that is free"
+    )
 
 
-class Meeting(_Handler):
+class Meeting:
     """The meeting of the launchers of several hosts, in the order of their indices.
 
-    Raises LaunchError, with who has not come, where fewer than `hosts.least` are there in `patience` seconds.
-    Where fewer than `hosts.most` are enough, those begin that are there LAST_CALL after the last came.
-    From then on they watch each other, if `watched`."""
+    Where fewer than `hosts.most` are enough, those begin that are there LAST_CALL after the last came. From
+    then on they watch each other, if `watched`."""
 
     def __init__(self, hosts: Hosts, patience: float = PATIENCE, watched: bool = False) -> None:
-        super().__init__()
         self._hosts, self._patience, self._watched = hosts, patience, watched
+        self._where = "{}:{}".format(*hosts.address)
+        self._run_id, self._word = uuid.uuid4().hex, ""
         self._store: TCPStore | None = None
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        address, port = self._hosts.address
+    def meet(self, ranks: int) -> Place:
+        """Wait for the others; `ranks` are to start here. Raises LaunchError, with who has not come, where
+        fewer than `hosts.least` are there in `patience` seconds."""
+        self._word = f"{self._run_id} {ranks}"
         members = self._receive() if self._hosts.index == 0 else self._join()
         assert self._store is not None
-        place = [index for index, _ in members].index(self._hosts.index)
-        if self._watched and len(members) > 1:
-            self.peers = apart(partial(Peers, self._store, place, len(members), socket.gethostname()), ANSWER)
-        return RendezvousInfo(self._store, place, len(members), RendezvousStoreInfo(address, port))
-
-    def somebody_waits(self) -> bool:
-        return self._hosts.index == 0 and self._store is not None and self._store.check([WAITING])
-
-    def _where(self) -> str:
-        address, port = self._hosts.address
-        return f"{address}:{port}"
+        index = [index for index, _ in members].index(self._hosts.index)
+        counts = [int(word.split()[1]) for _, word in members]
+        count, first, address = len(members), sum(counts[:index]), self._hosts.address
+        watching = partial(Peers, self._store, index, count, socket.gethostname())
+        peers = apart(watching, ANSWER) if self._watched and count > 1 else None
+        return Place(index, count, first, sum(counts), self._store, address, self._run_id, peers)
 
     def _receive(self) -> list[tuple[int, str]]:
         """Wait for the other hosts, on the first one, and tell them who takes part."""
         self._store = store = self._open()
-        here: dict[int, str] = {0: self._run_id}
+        here: dict[int, str] = {0: self._word}
         began = came = time.monotonic()
         while len(here) < self._hosts.most:
             for index in set(range(self._hosts.most)) - here.keys():
@@ -194,13 +165,13 @@ class Meeting(_Handler):
             if not enough and now > began + self._patience:
                 missing = sorted(set(range(self._hosts.most)) - here.keys())
                 raise LaunchError(
-                    f"{len(here)} of {self._hosts.most} hosts came to {self._where()} within "
+                    f"{len(here)} of {self._hosts.most} hosts came to {self._where} within "
                     f"{self._patience:g} s, and not {', '.join(map(str, missing))} (counted from 0): "
                     "look at what they print, and whether they reach that address"
                 )
             time.sleep(POLL)
         # one that was started again meanwhile has another name by now
-        members = [(i, store.get(f"here/{i}").decode() if i else self._run_id) for i in sorted(here)]
+        members = [(i, store.get(f"here/{i}").decode() if i else self._word) for i in sorted(here)]
         store.set(OVER, json.dumps(members))
         return members
 
@@ -226,11 +197,13 @@ class Meeting(_Handler):
                 client = partial(TCPStore, is_master=False, wait_for_workers=False)
                 store = apart(partial(client, address, port, timeout=timedelta(seconds=ANSWER)), ANSWER)
                 if not self._is_over(store):
-                    apart(partial(store.set, f"here/{self._hosts.index}", self._run_id), ANSWER)
-                    self._await(store, problem)
+                    apart(partial(store.set, f"here/{self._hosts.index}", self._word), ANSWER)
+                    problem.append("not all hosts came")
+                    while not self._is_over(store):  # the first one has patience of its own
+                        time.sleep(POLL)
                 told = apart(partial(store.get, OVER), ANSWER)
                 members = [(index, name) for index, name in json.loads(told)]
-                if (self._hosts.index, self._run_id) in members:
+                if (self._hosts.index, self._word) in members:
                     self._store = store
                     return members
                 apart(partial(store.set, WAITING, "1"), ANSWER)
@@ -238,16 +211,10 @@ class Meeting(_Handler):
             except (OSError, RuntimeError) as error:  # torch's are RuntimeErrors
                 problem.append(error)
         raise LaunchError(
-            f"host {self._hosts.index} of {self._hosts.most} did not meet the first one at {self._where()} "
+            f"host {self._hosts.index} of {self._hosts.most} did not meet the first one at {self._where} "
             f"within {self._patience:g} s: {problem[-1]}; is the first one running, and is MASTER_ADDR its "
             "address, at which this host reaches it?"
         )
-
-    def _await(self, store: TCPStore, problem: list[object]) -> None:
-        """Until the first host has ended the meeting, which has patience of its own."""
-        problem.append("not all hosts came")
-        while not self._is_over(store):
-            time.sleep(POLL)
 
     def _is_over(self, store: TCPStore) -> bool:
         return apart(partial(store.check, [OVER]), ANSWER)

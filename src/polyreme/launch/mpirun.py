@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyreme.errors import LaunchError
+from polyreme.launch.command import Command
 from polyreme.launch.hostfile import Active, ResourceError, is_this_machine
-from polyreme.launch.supervise import supervise
+from polyreme.launch.manner import Manner
 
 OPEN_MPI, HYDRA = "Open MPI", "MPICH"
 SEARCHED = ("PATH", "LD_LIBRARY_PATH")
@@ -135,9 +136,10 @@ def run(
 ) -> signal.Signals | None:
     """Start the ranks and wait for their end.
 
-    Signals are passed on, errors raised, and a wish returned, as `polyreme.launch.supervise` says."""
+    Signals are passed on, errors raised, and a wish returned, as `Transport.run` says."""
     words, variables = command(library, request)
     if not sys.stdout.isatty():  # Open MPI gives ranks a terminal of its own making
         variables["TERM"] = "dumb"
     ranks = sum(request.hosts.values())
-    return supervise("mpirun", words, variables, saves=saves, ranks=ranks, interrupt_saves=interrupt_saves)
+    wishes = Manner(interrupt_saves=interrupt_saves).wishes if saves else ()
+    return Command("mpirun", words, variables, ranks=ranks, saves=saves).run(wishes)

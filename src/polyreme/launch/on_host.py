@@ -55,9 +55,10 @@ def main() -> None:
     for each in asked:
         wish = json.loads(each)
         if wish["do"] == "begin":
-            over = threading.Event()
-            _listen(asked, over)
-            _begin(wish, tell, over)
+            _listen(asked)
+            _begin(wish, tell)
+            with contextlib.suppress(KeyboardInterrupt):  # which ends a run whose other end is gone
+                threading.Event().wait()  # what others need of this host stays until then
             leave(0)
         if wish["do"] != "nothing":
             tell(frames.told(**_ANSWERS[wish["do"]](wish)))
@@ -126,8 +127,8 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 # ---- the run
 
 
-def _listen(asked: Any, over: threading.Event) -> None:
-    """Pass signals on, in threads, and end the run when the other end is gone, until it is over."""
+def _listen(asked: Any) -> None:
+    """Pass signals on, in threads, and end the run when the other end is gone."""
     heard = [time.monotonic()]
 
     def wishes() -> None:
@@ -141,9 +142,9 @@ def _listen(asked: Any, over: threading.Event) -> None:
         heard[0] = -SILENCE
 
     def watch() -> None:
-        while not over.wait(0.1):
-            if time.monotonic() > heard[0] + SILENCE:
-                _end(signal.SIGINT)
+        while time.monotonic() <= heard[0] + SILENCE:
+            time.sleep(0.1)
+        _end(signal.SIGINT)
 
     for each in wishes, watch:
         threading.Thread(target=each, daemon=True).start()
@@ -156,7 +157,7 @@ def _end(number: int) -> None:
     os._exit(1)
 
 
-def _begin(wish: Mapping[str, Any], tell: Tell, over: threading.Event) -> None:
+def _begin(wish: Mapping[str, Any], tell: Tell) -> None:
     for each in _probes:
         each.close()
     os.environ.update(wish["variables"])
@@ -173,7 +174,8 @@ def _begin(wish: Mapping[str, Any], tell: Tell, over: threading.Event) -> None:
             "rank": getattr(error, "rank", None),
             "traceback": getattr(error, "traceback", None),
         }
-    over.set()
+    for number in WISHES:  # of which the other end knows only then that they have nobody to hear them
+        signal.signal(number, signal.SIG_IGN)
     tell(frames.told(**end))
 
 

@@ -71,15 +71,14 @@ class Peers:
         if not self._left.is_set():
             self._told.wait(ANSWER)
 
-    def leave(self, within: float = math.inf) -> Ending | None:
-        """Say that no rank runs here, and wait until none does elsewhere, for so many seconds; without end,
-        until one has failed. Returns what ended the run if it was a failure."""
+    def leave(self, within: float) -> Ending | None:
+        """Say that no rank runs here, and wait until none does elsewhere, for so many seconds. Returns what
+        ended the run if it was a failure."""
         self._state = ENDED
         self._wake.set()
         deadline = time.monotonic() + within
         while not self._left.wait(SOON) and time.monotonic() < deadline:
-            if self.failure() is not None and within == math.inf:
-                break
+            self.failure()
         return self.failure()
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def signal_group(pid: int, number: signal.Signals) -> None:
+def signal_group(pid: int, number: int) -> None:
     """Send a signal to the process group that `pid` leads, if it is still there."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)

@@ -1,15 +1,12 @@
 """Runs a script or module as one rank under `polyreme.launch.torchrun`.
 
-`python -m polyreme.launch.rank LAUNCHER_PID [--saves] [--log FILE | --streams FILE] [-m MODULE | --program
-PROGRAM | SCRIPT] ARGUMENTS...`
+`python -m polyreme.launch.rank LAUNCHER_PID [--saves] [-m MODULE | --program PROGRAM | SCRIPT] ARGUMENTS...`
 
-With --saves, the status STOPPED is no failure: it leaves a word of it, and ends well. With --log, what rank N
-prints goes to the file FILE + N + ".log", in a folder that is made; with --streams to FILE.out, and its
-errors to FILE.err. A program takes the place of this one.
+With --saves, the status STOPPED is no failure. A program takes the place of this one.
 
-Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that torchrun's
-agent names, and then waits for the agent to end it: its connections stay open meanwhile, so its failure
-causes none on other ranks before the agent has seen which rank was first."""
+Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that the launcher
+names, and then waits for it to end the rank: its connections stay open meanwhile, so its failure causes none
+on other ranks before the launcher has seen which rank was first."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from polyreme.distributed.environment import RANK
 from polyreme.distributed.failure import explained, traceback_of
 from polyreme.distributed.torch_backends import after_import
 from polyreme.errors import LaunchError, PolyremeError
@@ -37,8 +33,7 @@ from polyreme.launch.cores import pin
 from polyreme.launch.processes import die_with_parent
 from polyreme.launch.requests import STOPPED
 
-WORD_OF_STOP = ".stopped"  # how the file is called beside the one for errors
-AGENT_TIMEOUT = 20.0  # seconds to wait for the agent, which takes a tenth of one unless it is gone
+LAUNCHER_TIMEOUT = 20.0  # seconds to wait for the launcher, which takes a tenth of one unless it is gone
 
 
 def main(arguments: list[str]) -> None:
@@ -48,13 +43,6 @@ def main(arguments: list[str]) -> None:
     pin()
     if saves := arguments[0] == "--saves":
         del arguments[0]
-    if arguments[0] in ("--log", "--streams"):
-        option, file = arguments[:2]
-        if option == "--log":
-            file += f"{os.environ[RANK]}.log"
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-        _redirect(*((file, file) if option == "--log" else (f"{file}.out", f"{file}.err")))
-        del arguments[:2]
     if arguments[0] == "--program":
         _become(arguments[1:])
     is_module = arguments[0] == "-m"
@@ -68,11 +56,10 @@ def main(arguments: list[str]) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
-        if end.code == 128 + signal.SIGINT:  # whoever interrupted it waits for its end, and for no word of it
+        # whoever interrupted it waits for its end, and for no word of it
+        if end.code == 128 + signal.SIGINT or (saves and end.code == STOPPED):
             raise
-        if saves and end.code == STOPPED:
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + WORD_OF_STOP).touch()
-        elif end.code not in (None, 0):
+        if end.code not in (None, 0):
             _fail(end, end.code if isinstance(end.code, int) else 1)
     except Exception as error:
         # nothing of the module has run
@@ -81,8 +68,9 @@ def main(arguments: list[str]) -> None:
                 f"-m {target}: {error}; name a module that Python finds from {Path.cwd()}, or give a script"
             )
         _fail(error if isinstance(error, PolyremeError) else limits.named(error) or error, 1)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: it would only be a traceback at the exit
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: it would only be a traceback
 
 
 def run(arguments: list[str]) -> None:
@@ -114,18 +102,6 @@ def _keep(torch: Any) -> None:
     gc.freeze()
 
 
-def _redirect(output: str, errors: str) -> None:
-    """Write to files what this process, and all that it starts, would print."""
-    opened = {
-        file: os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
-        for file in {output, errors}
-    }
-    os.dup2(opened[output], 1)
-    os.dup2(opened[errors], 2)
-    for descriptor in opened.values():
-        os.close(descriptor)
-
-
 def _become(command: list[str]) -> NoReturn:
     """Run a program in place of this one; it keeps the cores, and dies with the launcher as well."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -141,12 +117,12 @@ def _last_file(error: Exception) -> str:
 
 
 def _fail(error: Exception | SystemExit, status: int) -> NoReturn:
-    """Leave `error` for the agent, which prints one report for all ranks, and wait for the end."""
+    """Leave `error` for the launcher, which prints one report for all ranks, and wait for the end."""
     try:
         _write(error, time.time())
         # not dead at once: clean-up at exit has yet to run
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
-        time.sleep(AGENT_TIMEOUT)
+        time.sleep(LAUNCHER_TIMEOUT)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     sys.exit(status)

@@ -34,12 +34,11 @@ from polyreme.launch.frames import TOLD, Frame
 from polyreme.launch.hostfile import Active, is_this_machine
 from polyreme.launch.manner import PLAIN, SAVING, Manner, RanksFailedError
 from polyreme.launch.on_host import ALIVE
-from polyreme.launch.signals import ENDINGS, WISHES, Wishes, acknowledge, hearing
+from polyreme.launch.signals import acknowledge
 from polyreme.launch.streams import Printer
+from polyreme.launch.supervise import LEAVING, Run, Transport
 
 ANSWER = 90.0  # seconds for a host to be reached, and for a Python there to begin
-LEAVING = 12.0  # seconds for ranks that are to end at once
-FIRST = 1.0  # seconds after the first failure in which others are no consequence of its end
 PREFIXES = ("POLYREME_", "NCCL_", "GLOO_", "OMP_", "TORCH_")
 """Variables that all hosts get."""
 _OWN = {LAUNCHED, PODS, SERVICE, RANKS_PER_POD}
@@ -109,12 +108,8 @@ def run(
     passed on as `launch` takes them, and by which it then has ended well is returned.
 
     Raises HostsError where it cannot start, and RanksFailedError when ranks fail, or a signal ends them."""
-    with _connected(active, what, ssh, processes or {}) as started:
-        started.look()
-        address = started.meeting_point()
-        started.begin(address)
-        started.wait()
-        return started.wishes.first
+    started = _Started(active, what, ssh, processes or {})
+    return started.run(what.manner.wishes if what.saves else ())
 
 
 def forwarded(names: Iterable[str] = (), variables: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -234,42 +229,37 @@ class _Host:
 _Events = queue.Queue[tuple[_Host, Frame | None]]
 
 
-@contextlib.contextmanager
-def _connected(
-    active: Active, what: RankCommand, ssh: Sequence[str], processes: Mapping[str, Process]
-) -> Iterator[_Started]:
-    """Processes on all hosts, which have ended when the block is left."""
-    with hearing({*ENDINGS, *(WISHES if what.saves else ())}) as signals:
-        started = _Started(what, signals)
-        try:
-            for index, (name, slots) in enumerate(active.items()):
-                if name in processes:
-                    process, way = processes[name], "Ray"
-                else:
-                    process, way = _start(name, ssh, what.source)
-                started.hosts.append(_Host(index, name, slots, process, way, started.events))
-            yield started
-        finally:
-            started.close()
-
-
-class _Started:
+class _Started(Transport):
     """All hosts of a run."""
 
-    def __init__(self, what: RankCommand, signals: list[int]) -> None:
-        self.what, self._signals = what, signals
+    grace = 1.0  # in which others fail that do not so because of the first one's end
+    saving = SAVING + LEAVING  # a host ends its ranks after SAVING itself
+
+    def __init__(
+        self, active: Active, what: RankCommand, ssh: Sequence[str], processes: Mapping[str, Process]
+    ) -> None:
+        self.active, self.what, self._ssh, self._processes = active, what, ssh, processes
         self.hosts: list[_Host] = []
         self.events = _Events(1000)
         self._said = time.monotonic()
         self._printer = Printer()
-        self._begun = False
-        self._stop: int | None = None  # the signal that ended it
-        self.wishes = Wishes()
-        self._wish_at = self._deadline = float("inf")
+        self._begun = self._ending = False
 
     # ---- before the ranks
 
-    def look(self) -> None:
+    def start(self, run: Run) -> None:
+        for index, (name, slots) in enumerate(self.active.items()):
+            if name in self._processes:
+                process, way = self._processes[name], "Ray"
+            else:
+                process, way = _start(name, self._ssh, self.what.source)
+            self.hosts.append(_Host(index, name, slots, process, way, self.events))
+        with run.interruptible():
+            self._inspect()
+            address = self._meeting_point()
+        self._begin(address)
+
+    def _inspect(self) -> None:
         """Have every host say what there is of what the run needs. Raises HostsError with all problems."""
         answers = self._answers(self.hosts, "look", folder=self.what.folder, files=list(self.what.files))
         mine = versions()
@@ -295,7 +285,7 @@ class _Started:
         if problems:
             raise HostsError(problems)
 
-    def meeting_point(self) -> tuple[str, int] | None:
+    def _meeting_point(self) -> tuple[str, int] | None:
         """An address and a port of the first host that all others reach; None of a single one.
 
         Raises HostsError where there is none."""
@@ -338,8 +328,6 @@ class _Started:
         answers: dict[_Host, Mapping[str, Any] | str] = {}
         deadline = time.monotonic() + ANSWER
         while len(answers) < len(hosts) and time.monotonic() < deadline:
-            if self._signals:
-                raise _stopped(self._signals[0])
             for host, frame in self._next():
                 if frame is None and host not in hosts:
                     raise HostsError({host.name: [host.why()]})
@@ -359,7 +347,7 @@ class _Started:
 
     # ---- the ranks
 
-    def begin(self, address: tuple[str, int] | None) -> None:
+    def _begin(self, address: tuple[str, int] | None) -> None:
         """Start the ranks of every host, which meet at `address`; says what is started."""
         first = 0
         manner = dataclasses.asdict(self.what.manner)
@@ -382,25 +370,13 @@ class _Started:
         if address is not None:
             print(f"{first} ranks meet at {address[0]} port {address[1]}", file=sys.stderr, flush=True)
 
-    def wait(self) -> None:
-        """Until all hosts have ended. Raises RanksFailedError."""
-        while not all(host.gone for host in self.hosts):
-            self._heed_signals()
-            for host, frame in self._next():
-                self._take(host, frame)
-            now = time.monotonic()
-            first = min((host.failing[1] for host in self.hosts if host.failing), default=float("inf"))
-            if now > first + FIRST and self._deadline == float("inf"):
-                self._end()
-            if now > self._deadline or (now > self._wish_at + SAVING + LEAVING):
-                break
-        self._printer.flush()
-        if self._stop is not None:
-            raise _stopped(self._stop)
-        if failed := sorted(
-            (h for h in self.hosts if h.failing), key=lambda host: host.failing or (True, 0.0)
-        ):
-            raise self._report(failed)
+    def look(self) -> bool:
+        for host, frame in self._next():
+            self._take(host, frame)
+        return all(host.gone for host in self.hosts)
+
+    def failing(self) -> bool:
+        return any(host.failing for host in self.hosts)
 
     def _take(self, host: _Host, frame: Frame | None) -> None:
         if frame is None:
@@ -416,42 +392,38 @@ class _Started:
             self._note(host, by_itself=told["failing"])
         else:
             host.outcome = told
-            host.leave()
             if told["end"] != "well":
                 self._note(host, by_itself=False)
+        if all(each.outcome for each in self.hosts):  # ranks of any may need the first one's store till then
+            for each in self.hosts:
+                each.leave()
 
     def _note(self, host: _Host, by_itself: bool) -> None:
         """A failure that is no consequence of the end that was asked for."""
-        if host.failing is None and self._deadline == float("inf"):
+        if host.failing is None and not self._ending:
             host.failing = (not by_itself, time.monotonic())
 
-    def _heed_signals(self) -> None:
-        while self._signals:
-            number = self._signals.pop(0)
-            now = time.monotonic()
-            wish = self.what.saves and number in self.what.manner.wishes and self._stop is None
-            if wish and not self.wishes.again(number):
-                if self._wish_at == float("inf"):
-                    self._wish_at = now
-                    if self.what.manner.interrupt_saves:
-                        acknowledge(number)
-                    # SIGINT ends what is on a host
-                    number = signal.SIGTERM if number == signal.SIGINT else number
-                    for host in self.hosts:
-                        host.ask(do="signal", number=number)
-            elif self._stop is None:
-                self._stop = number
-                self._end()
-            else:
-                self._deadline = now
+    def save(self, number: int) -> bool:
+        if self.what.manner.interrupt_saves:
+            acknowledge(number)
+        for host in self.hosts:  # on which SIGINT ends what runs
+            host.ask(do="signal", number=int(signal.SIGTERM if number == signal.SIGINT else number))
+        return True
 
-    def _end(self) -> None:
-        """Have all hosts end at once, but those that are about to after a failure of their own."""
-        self._deadline = time.monotonic() + LEAVING
-        number = signal.SIGTERM if self._stop == signal.SIGTERM and not self.what.saves else signal.SIGINT
+    def end(self, number: int | None) -> None:
+        """Those that are about to end after a failure of their own do so, unless a signal came."""
+        self._ending = True
+        terminates = number == signal.SIGTERM and not self.what.saves
         for host in self.hosts:
-            if host.failing is None or self._stop is not None:
-                host.ask(do="end", number=int(number))
+            if host.failing is None or number is not None:
+                host.ask(do="end", number=int(signal.SIGTERM if terminates else signal.SIGINT))
+
+    def stopped(self) -> str:
+        return "every host was told to end"
+
+    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
+        failed = [host for host in self.hosts if host.failing]
+        return self._report(sorted(failed, key=lambda host: host.failing or (True, 0.0))) if failed else None
 
     def _report(self, failed: Sequence[_Host]) -> RanksFailedError:
         first, *others = failed
@@ -464,21 +436,15 @@ class _Started:
                 text += f"\nthen on {host.name}: {why}"
         return RanksFailedError(text, told["exit_status"], told["rank"], told.get("traceback"))
 
-    def close(self) -> None:
-        """End what is left of the processes."""
+    def close(self, within: float) -> None:
         for host in self.hosts:
             host.leave()
-        now = time.monotonic()
-        deadline = now + (LEAVING if self._begun and now < self._deadline else 1.0)
+        deadline = time.monotonic() + (max(within, 1.0) if self._begun else 1.0)
         for host in self.hosts:
             while host.process.poll() is None:
                 with contextlib.suppress(queue.Empty):
                     self.events.get(timeout=0.05)  # a full queue would hold it up
-                if time.monotonic() > deadline or len(self._signals) > 1:
+                if time.monotonic() > deadline:
                     host.process.kill()
                     host.process.wait()
-
-
-def _stopped(number: int) -> RanksFailedError:
-    name = signal.Signals(number).name
-    return RanksFailedError(f"stopped by {name}; every host was told to end", exit_status=128 + number)
+        self._printer.flush()

@@ -26,14 +26,22 @@ ONE_PRESS = 0.5
 """And those in which Ctrl-C is none: a terminal sends it to every process, and some forward it."""
 
 
+class Heard(list[int]):
+    """Signals that have come. `then` is called after each."""
+
+    then: Callable[[], object] | None = None
+
+
 @contextmanager
-def hearing(numbers: Iterable[int]) -> Iterator[list[int]]:
+def hearing(numbers: Iterable[int]) -> Iterator[Heard]:
     """Have these signals do nothing but grow a list. In any other thread than the main one, and for those
     that whoever started this process had it ignore, nothing changes."""
-    came: list[int] = []
+    came = Heard()
 
     def hear(number: int, frame: FrameType | None) -> None:
         came.append(number)
+        if came.then is not None:
+            came.then()
 
     here = threading.current_thread() is threading.main_thread()
     before = {

@@ -5,52 +5,55 @@ Invariant: all that ranks wrote before they ended is handed on. Communication: n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-from polyreme.launch.frames import ERRORS, OUTPUT, Frame
+from polyreme.launch.frames import OUTPUT, Frame
 
-PATIENCE = (
-    5.0  # seconds for what ranks left in the pipes; what processes that they left behind print has no end
-)
+PATIENCE = 5.0  # seconds for what ranks left in the pipes
 Take = Callable[[Frame], None]
 
 
-@contextlib.contextmanager
-def relayed(ranks: int, take: Take, folder: str) -> Iterator[str]:
-    """How the names of pipes in `folder` begin to which ranks write what they print; `take` gets it, in a
-    thread, with the rank's number on this host, and nothing at its end."""
-    with selectors.DefaultSelector() as pipes:
-        for rank in range(ranks):
-            for kind, name in (OUTPUT, "out"), (ERRORS, "err"):
-                path = Path(folder, f"rank{rank}.{name}")
-                os.mkfifo(path, 0o600)
-                # to write, too: a pipe that nobody writes to would be at its end
-                pipes.register(os.open(path, os.O_RDWR | os.O_NONBLOCK), selectors.EVENT_READ, (kind, rank))
-        over = threading.Event()
+class Pipes:
+    """Hands on what ranks print to `take`, in a thread, with the rank's number; nothing at its end."""
 
-        def hand_on() -> None:
-            while (ready := pipes.select(0.1)) or not over.is_set():
-                for key, _ in ready:
-                    kind, rank = key.data
-                    take(Frame(kind, rank, os.read(key.fd, 65536)))
-            for kind, rank in (key.data for key in pipes.get_map().values()):
-                take(Frame(kind, rank, b""))
+    def __init__(self, take: Take) -> None:
+        self._take, self._pipes, self._over = take, selectors.DefaultSelector(), threading.Event()
+        self._thread = threading.Thread(target=self._hand_on, daemon=True)
 
-        relay = threading.Thread(target=hand_on, daemon=True)
-        relay.start()
-        try:
-            yield str(Path(folder, "rank"))
-        finally:
-            over.set()
-            relay.join(PATIENCE)
-            for key in pipes.get_map().values():
-                os.close(key.fd)
+    def open(self, rank: int, kind: int) -> int:
+        """A pipe for what a rank prints, of `OUTPUT` or `ERRORS`: the end to write to."""
+        out, into = os.pipe()
+        self._pipes.register(out, selectors.EVENT_READ, Frame(kind, rank, b""))
+        return into
+
+    def start(self) -> None:
+        """Begin, once all pipes are open."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hand on what is left in the pipes; what processes that ranks left behind print has no end."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join(PATIENCE)
+        for key in [*self._pipes.get_map().values()]:
+            os.close(key.fd)
+        self._pipes.close()
+
+    def _hand_on(self) -> None:
+        pipes = self._pipes
+        while pipes.get_map() and ((ready := pipes.select(0.1)) or not self._over.is_set()):
+            for key, _ in ready:
+                data = os.read(key.fd, 65536)
+                self._take(key.data._replace(data=data))
+                if not data:
+                    pipes.unregister(key.fd)
+                    os.close(key.fd)
+        for key in pipes.get_map().values():
+            self._take(key.data)
 
 
 class Printer:

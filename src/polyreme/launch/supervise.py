@@ -1,148 +1,165 @@
-"""Runs another launcher's command (mpirun, srun), passes signals on to it, and waits for its end.
+"""Waits for the end of a run, wherever its ranks are: which signal is a wish to save and which one ends the
+run, when ranks are ended because others have failed, and with which error and exit status.
 
-Invariants: when `supervise` returns or raises, the command has ended, which does not outlive this process
-either. Where a rank has told that it failed, the command has GRACE seconds to end the others: mpirun has no
-deadline where a host does not answer.
-Communication: none of ours, but words of ranks that end among what they write to stderr."""
+A `Transport` reaches the ranks and knows what became of them. Invariant: when its `run` returns or raises, it
+has been closed. Communication: none."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
+import math
 import signal
-import subprocess
-import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
-from polyreme.launch.manner import RanksFailedError
-from polyreme.launch.processes import die_with_parent
-from polyreme.launch.requests import ENDS, STOPPED
-from polyreme.launch.signals import ENDINGS, WISHES, Wishes, hearing
+from polyreme.launch.manner import SAVING, RanksFailedError
+from polyreme.launch.requests import STOPPED
+from polyreme.launch.signals import ENDINGS, Heard, Wishes, hearing
 
-LEAVING = 12.0  # seconds for the command to end its ranks
-Told = tuple[int, str]
-"""The status with which a rank ends, and what it said of its failure."""
-GRACE = 5.0  # seconds after the first rank failed in which it ends by itself
-_WORD = re.compile(ENDS.format(r"(\d+)", "([^\0]*)").encode())
-_BEGINS = ENDS.partition("{")[0].encode()
-LONGEST = 8192  # bytes of such a word
+LEAVING = 12.0  # seconds for ranks elsewhere that are to end at once
 
 
-def supervise(
-    name: str,
-    words: Sequence[str],
-    variables: Mapping[str, str],
-    *,
-    saves: bool = False,
-    interrupts: bool = True,
-    ranks: int = 0,
-    interrupt_saves: bool = False,
-) -> signal.Signals | None:
-    """Run the command `words` with these variables more, and wait for its end.
+class Transport(Protocol):
+    """The way to the ranks of a run."""
 
-    Signals that end a command end it, Ctrl-C as SIGTERM unless it `interrupts` its ranks itself; of a run
-    that `saves`, SIGTERM and SIGUSR1 (if `interrupt_saves` Ctrl-C as well) become SIGUSR1, which is passed on
-    to ranks; those that then end with STOPPED are to go on. Returns the signal of such a wish. Raises
-    RanksFailedError where it ends with a status other than 0, or by a signal, or before so many `ranks` have
-    told that they ended; messages call it `name`."""
-    asking = (*WISHES, *([signal.SIGINT] if interrupt_saves else [])) if saves else ()
-    wishes = Wishes()
-    with hearing({*ENDINGS, *asking}) as came:
-        process = subprocess.Popen(
-            words, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
-        told: list[Told] = []
-        relay = threading.Thread(target=_relay, args=(process, told), daemon=True)
-        relay.start()
+    grace: float = 0.0
+    """Seconds after the first failure in which others fail, or end, by themselves."""
+    leaving: float = LEAVING
+    """Seconds for ranks that are to end."""
+    saving: float = SAVING
+    """Seconds for ranks that were asked to save."""
+
+    def start(self, run: Run) -> None:
+        """Start the ranks; what waits does so where the run is `interruptible`."""
+
+    def look(self) -> bool:
+        """Take what has come, after a moment. Returns whether all has ended."""
+
+    def failing(self) -> bool:
+        """Whether a rank has failed."""
+        return False
+
+    def save(self, number: int) -> bool:
+        """Have ranks save and end. Returns whether there are any to hear it."""
+
+    def end(self, number: int | None) -> None:
+        """Have all ranks end at once, by a signal, or (None) as one has failed."""
+
+    def close(self, within: float) -> None:
+        """Leave nothing behind, after so many seconds at most for what is about to end."""
+
+    def stopped(self) -> str:
+        """What became of the ranks of a run that a signal has ended, in words, once it is closed."""
+
+    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
+        """How the run has failed, if it has, once it is closed. `wish`: by which ranks were asked to save."""
+
+    def agree(self, error: RanksFailedError | None) -> RanksFailedError | None:
+        """How the run has failed, where others than this process have a say in it."""
+        return error
+
+    def run(self, wishes: Collection[int] = ()) -> signal.Signals | None:
+        """Start the ranks, and wait for their end.
+
+        The signals in `wishes` are passed on once, as the wish to save; `Wishes` says which ones of them end
+        the run. Any other signal of ENDINGS ends it, and a second one at once. Returns the wish by which the
+        ranks ended well. Raises RanksFailedError where the run ends otherwise, or by a signal."""
+        with hearing(ENDINGS) as came:
+            run = Run(self, wishes, came)
+            try:
+                self.start(run)
+                run.wait()
+            finally:
+                self.close(run.left())
+            error = self.failure(run.wishes.first) if run.number is None else run.stopped()
+            if error := self.agree(error):
+                raise error
+            return run.wishes.first
+
+
+def stopped_by(number: int, how: str) -> RanksFailedError:
+    """The error of a run that a signal has ended, and `how`."""
+    return RanksFailedError(f"stopped by {signal.Signals(number).name}; {how}", 128 + number)
+
+
+def going_on(how: str = "") -> RanksFailedError:
+    """The error of a run whose ranks saved and ended, to be started again."""
+    return RanksFailedError(f"ranks have stopped{how}, and are to go on (status {STOPPED})", STOPPED)
+
+
+class Run:
+    """What has been heard, and until when it is waited for; in seconds of the monotonic clock."""
+
+    def __init__(self, transport: Transport, asking: Collection[int], came: Heard) -> None:
+        self._transport, self._asking, self._came = transport, asking, came
+        self.number: int | None = None
+        """The signal that ends the run."""
+        self.wishes = Wishes()
+        self._late = False  # whether ranks have not saved in time
+        self._failed, self._asked, self._deadline = math.inf, math.inf, math.inf
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Have a signal that has come, or comes, raise RanksFailedError."""
+        self._check()
+        self._came.then = self._check
         try:
-            stopped = _wait(process, came, told, interrupts, asking, wishes)
+            yield
         finally:
-            if hung := process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            relay.join(1.0)  # what the command left behind may hold the pipe
-    if stopped is not None:
-        raise RanksFailedError(f"stopped by {signal.Signals(stopped).name}; {name} has ended", 128 + stopped)
-    failed = [each for each in told if each[0] not in (0, STOPPED)]
-    stops = any(status == STOPPED for status, _ in told)
-    kept = process.returncode == 0 and stops and len(told) == ranks  # MPICH 4.0.2 can lose it
-    if saves and not failed and (process.returncode == STOPPED or kept):
-        raise RanksFailedError(f"ranks have stopped, and are to go on (status {STOPPED})", STOPPED)
-    if process.returncode or failed or len(told) < ranks:
-        status = process.returncode if 0 < process.returncode < 128 else 1
-        how = f"ended with status {process.returncode}"
-        if hung:
-            how = f"did not end the others within {GRACE + LEAVING:g} s after one had failed, and was killed"
-        elif not process.returncode and not failed:  # Open MPI 5 where a host was killed
-            how += f" before {ranks - len(told)} of {ranks} ranks had ended, whose hosts it has lost"
-        said = next((report for _, report in failed if report), "see what ranks print above")
-        raise RanksFailedError(f"{name} {how}: {said}", failed[0][0] if failed else status)
-    return wishes.first
+            self._came.then = None
 
+    def ask(self, number: int) -> None:
+        """Have ranks that save do so, once, as if the signal had come."""
+        if self.wishes.first is None:
+            self._came.append(number)
 
-def _relay(process: subprocess.Popen[bytes], told: list[Told]) -> None:
-    """Show what comes on the command's stderr, and take the words of ranks that end out of it."""
-    assert process.stderr is not None
-    held = b""
-    while data := os.read(process.stderr.fileno(), 65536):
-        held += data
-        told += [(int(status), _report(said)) for status, said in _WORD.findall(held)]
-        held = _WORD.sub(b"", held)
-        begun = held.rfind(b"\0", -LONGEST)  # a word that has not come whole
-        if begun >= 0 and not held.startswith(_BEGINS[: len(held) - begun], begun):
-            begun = -1
-        shown, held = (held, b"") if begun < 0 else (held[:begun], held[begun:])
-        _show(shown)
-    _show(held)
+    def wait(self) -> None:
+        """Until all has ended, or time is up."""
+        while not self._transport.look():
+            while self._came:
+                self._heed(self._came.pop(0))
+            now = time.monotonic()
+            if self._failed == math.inf and self._transport.failing():
+                self._failed = now
+            if now >= self._failed + self._transport.grace and self._deadline == math.inf:
+                self._end(None)
+            if now > self._asked + self._transport.saving and self._deadline == math.inf:
+                self.number, self._late, self._deadline = self.wishes.first, True, now
+            if now >= self._deadline:
+                break
 
+    def left(self) -> float:
+        """Seconds for what is about to end."""
+        return max(min(self._deadline - time.monotonic(), self._transport.leaving), 0.0)
 
-def _report(said: bytes) -> str:
-    """What a rank said of its failure, of which other output may have torn the middle."""
-    try:
-        return str(json.loads(said))
-    except ValueError:
-        return ""
+    def stopped(self) -> RanksFailedError:
+        """The error of a run that a signal has ended."""
+        assert self.number is not None
+        how = self._transport.stopped()
+        if self._late:
+            how = f"its ranks had not saved and ended {self._transport.saving:g} s later, and were killed"
+        return stopped_by(self.number, how)
 
+    def _check(self) -> None:
+        if self._came:
+            self.number = self._came[0]
+            raise self.stopped()
 
-def _show(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # nobody reads on
-        while data:
-            data = data[os.write(2, data) :]
+    def _heed(self, number: int) -> None:
+        now = time.monotonic()
+        if self.number is not None:
+            self._deadline = now
+        elif (
+            number in self._asking
+            and not self.wishes.again(number)
+            and (self._asked < now or self._transport.save(number))
+        ):
+            self._asked = min(self._asked, now)
+        else:
+            self.number = number
+            self._end(number)
 
-
-def _wait(
-    process: subprocess.Popen[bytes],
-    came: list[int],
-    told: list[Told],
-    interrupts: bool,
-    asking: Collection[int],
-    wishes: Wishes,
-) -> int | None:
-    """Until it has ended; returns the signal that ended it before its time. `asking`: those by which its
-    ranks are asked to save."""
-    stopped, deadline, grace = None, float("inf"), float("inf")
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-        if any(status not in (0, STOPPED) for status, _ in told) and grace == float("inf"):
-            grace = time.monotonic() + GRACE
-        if time.monotonic() > grace and deadline == float("inf"):
-            deadline = time.monotonic() + LEAVING
-            process.send_signal(signal.SIGTERM)
-        while came:
-            number, now = came.pop(0), time.monotonic()
-            asked = wishes.first is not None
-            if number in asking and not wishes.again(number):
-                if not asked:
-                    process.send_signal(signal.SIGUSR1)
-            else:
-                deadline = now + LEAVING if stopped is None else now
-                stopped = stopped or number
-                process.send_signal(
-                    signal.SIGINT if number == signal.SIGINT and interrupts else signal.SIGTERM
-                )
-    return stopped
+    def _end(self, number: int | None) -> None:
+        self._deadline = time.monotonic() + self._transport.leaving
+        self._transport.end(number)

@@ -27,9 +27,9 @@ from polyreme.compat.deepspeed.launcher.multinode_runner import SlurmRunner
 from polyreme.compat.deepspeed.launcher.resources import Active, ResourceError, encode_world_info, logger
 from polyreme.distributed.environment import MASTER_ADDR, MASTER_PORT
 from polyreme.launch import mpirun, several
+from polyreme.launch.command import Command
 from polyreme.launch.cores import PIN
 from polyreme.launch.manner import Manner
-from polyreme.launch.supervise import supervise
 
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """How variables begin that DeepSpeed gives all hosts."""
@@ -164,4 +164,4 @@ def _by_srun(options: argparse.Namespace, active: Active, given: Mapping[str, st
     # which hands on all variables that it has
     words = SlurmRunner(options, encode_world_info(active), pool).get_cmd({}, active)
     logger.debug("srun: %s", words)
-    supervise("srun", words, given, interrupts=False)
+    Command("srun", words, given, interrupts=False).run()

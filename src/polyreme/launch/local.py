@@ -1,0 +1,304 @@
+"""The ranks of this host: their processes, which of them failed first and why, and what launchers on other
+hosts tell of theirs.
+
+Invariants: every rank is in a session of its own, with what it starts, and has ended when `Local` is closed.
+Communication: where launchers of several hosts meet (`hosts`), and what they tell each other (`peers`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+
+from polyreme.distributed.failure import keep
+from polyreme.errors import ConfigError, LaunchError
+from polyreme.files.machine import killed_for_memory
+from polyreme.launch.frames import ERRORS, OUTPUT
+from polyreme.launch.hosts import Place
+from polyreme.launch.manner import PATIENCE, Manner, RanksFailedError
+from polyreme.launch.peers import LINGER, Peers
+from polyreme.launch.processes import signal_group
+from polyreme.launch.requests import STOPPED
+from polyreme.launch.signals import acknowledge, listens
+from polyreme.launch.streams import Pipes
+from polyreme.launch.supervise import Run, Transport, going_on, stopped_by
+
+POLL = 0.1  # seconds between looks at the ranks
+KILLED = "was ended by SIGKILL"
+SHOWN = 3  # ranks that failed later, of which a report says why
+
+
+class Local(Transport):
+    """One process for each of `commands`, with these variables beside a rank's own. In `folder` they leave
+    their last words. `meet` has them meet, of how many there are here. At `wishes` they save. `failing` is
+    told of the first failure, as `polyreme.launch.torchrun.launch` says."""
+
+    leaving = PATIENCE
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        variables: Mapping[str, str],
+        folder: Path,
+        meet: Callable[[int], Place],
+        manner: Manner,
+        wishes: Collection[int],
+        failing: Callable[[bool], None] | None,
+    ) -> None:
+        self._commands, self._variables = commands, variables
+        self._meet, self._manner, self._wishes, self._tell = meet, manner, wishes, failing
+        self._errors = [folder / str(local) / "error.json" for local in range(len(commands))]
+        self._processes: list[Popen[bytes]] = []
+        self._ending = self._failing = False
+        self._first: Collection[int] = ()  # ranks that had ended badly when a failure was first seen
+        self._good = (None, 0, *([STOPPED] if wishes else []))  # how a rank may have ended
+        self._printed = None if manner.take is None else Pipes(manner.take)
+        self._kills = killed_for_memory()
+        self._peers: Peers | None = None
+
+    def start(self, run: Run) -> None:
+        self._run = run
+        with run.interruptible():
+            self._place = place = self._meet(ranks := len(self._commands))
+        self._peers = place.peers
+        if self._manner.begun is not None:
+            self._manner.begun(place.first, ranks)
+        # ranks would show tracebacks of what they import at first
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for local, (command, errors) in enumerate(zip(self._commands, self._errors, strict=True)):
+                errors.parent.mkdir()
+                variables = {**os.environ, **self._variables, **_variables(place, local, ranks, errors)}
+                words = [sys.executable, "-m", "polyreme.launch.rank", str(os.getpid()), *command]
+                ends = self._outputs(place.first + local)
+                output, to = (ends[0], ends[-1]) if ends else (None, None)
+                self._processes.append(
+                    Popen(words, env=variables, stdout=output, stderr=to, start_new_session=True)
+                )
+                for each in ends:
+                    os.close(each)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        if self._printed is not None:
+            self._printed.start()
+
+    def look(self) -> bool:
+        time.sleep(POLL)
+        if self._wishes and self._place.somebody_waits():
+            self._run.ask(signal.SIGUSR1)
+        if not self._ending:
+            self._find_failure()
+        if self._running():
+            return False
+        peers = self._peers
+        if peers is None or self._ending or self._failing:
+            return True
+        return peers.leave(POLL) is not None or peers.left
+
+    def failing(self) -> bool:
+        return self._failing
+
+    def save(self, number: int) -> bool:
+        if self._manner.interrupt_saves and any(listens(each.pid) for each in self._processes):
+            acknowledge(number)  # else it ends them: no step has begun, or all is saved
+        for process in self._processes:
+            process.send_signal(number)  # to the rank alone: what it started would not save, but end
+        return True
+
+    def end(self, number: int | None) -> None:
+        """A wish that comes again kills them, as they would take it as the first."""
+        self._ending = True
+        how = signal.SIGKILL if number in self._wishes else number or signal.SIGTERM
+        _signal(self._processes if number is None else self._running(), how)
+
+    def close(self, within: float) -> None:
+        _signal(self._processes if self._failing else self._running(), signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        if self._printed is not None:
+            self._printed.close()
+
+    def stopped(self) -> str:
+        return "every rank has ended"
+
+    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
+        first = self._place.first
+        codes = {first + local: process.returncode for local, process in enumerate(self._processes)}
+        if any(code not in self._good for code in codes.values()):
+            ends = {-codes[rank] if codes[rank] < 0 else codes[rank] - 128 for rank in self._first}
+            if wish is not None and ends == {wish}:
+                return stopped_by(wish, self.stopped())
+            failures = [
+                Failure.read(rank, code, self._errors[rank - first]) for rank, code in codes.items() if code
+            ]
+            lacks_memory = self._kills is not None and (killed_for_memory() or 0) > self._kills
+            return report(failures, self._first, self._place.world_size, lacks_memory)
+        if STOPPED in codes.values():
+            return going_on(" by themselves" if wish is None else f" by {wish.name}")
+        return None
+
+    def agree(self, error: RanksFailedError | None) -> RanksFailedError | None:
+        """What ended the ranks of all hosts, once they have ended: `error`, or what another host told
+        before."""
+        peers = self._peers
+        if error is not None and self._processes:
+            error.ended_well = not any(each.returncode for each in self._processes)
+        if peers is None:
+            return error
+        if error is not None and error.exit_status != STOPPED:
+            first, *lines = str(error).splitlines()
+            more = [each.strip() for each in lines if each.startswith(("  at ", "traceback: "))] or lines[-1:]
+            peers.fail("; ".join([first, *more]), error.exit_status)
+            if error.rank is not None:
+                told = f"on {socket.gethostname()}: {error}"
+                error = RanksFailedError(told, error.exit_status, error.rank, error.traceback)
+        if peers.failure() is not None:
+            with contextlib.suppress(RanksFailedError), self._run.interruptible():
+                peers.leave(LINGER)
+        ending = peers.elsewhere()
+        peers.close()
+        if ending is None:
+            return error
+        return RanksFailedError(f"every rank here was ended, too: {ending.text}", ending.status)
+
+    def _outputs(self, rank: int) -> list[int]:
+        """Where a rank writes what it prints, and errors; nothing where this process does."""
+        if self._printed is not None and self._manner.log is None:
+            return [self._printed.open(rank, OUTPUT), self._printed.open(rank, ERRORS)]
+        if self._manner.log is None:
+            return []
+        path = Path(f"{self._manner.log}{rank}.log")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be written to: {error.strerror}") from None
+        return [file]
+
+    def _running(self) -> list[Popen[bytes]]:
+        return [process for process in self._processes if process.poll() is None]
+
+    def _find_failure(self) -> None:
+        # A rank that raised waits (see polyreme.launch.rank): one that ended did so by itself, not for its
+        # peer.
+        raised = [errors.exists() for errors in self._errors]
+        # perhaps because a dying peer closed its connections, which it does just before it has ended
+        if any(raised):
+            time.sleep(POLL)
+        first = self._place.first
+        self._first = [first + at for at, each in enumerate(self._processes) if each.poll() not in self._good]
+        peers = self._peers
+        if not (any(raised) or self._first or (peers is not None and peers.failure() is not None)):
+            return
+        self._failing = True
+        if self._tell is not None:
+            self._tell(bool(self._first))
+        if peers is not None:
+            if not self._first:  # one that raised may have lost another host's, whose word comes
+                peers.failure(5 * POLL)
+            peers.fail("a rank has failed")
+        if self._wishes:  # SIGTERM would have them go on to the end of their step, which will not come
+            others = zip(self._processes, raised, strict=True)
+            _signal([process for process, its in others if not its], signal.SIGKILL)
+
+
+def _signal(processes: Iterable[Popen[bytes]], number: int) -> None:
+    """Send a signal to ranks and what they started."""
+    for process in processes:
+        signal_group(process.pid, number)
+
+
+def _variables(place: Place, local: int, ranks: int, errors: Path) -> dict[str, str]:
+    """Those that torchrun gives a rank."""
+    rank, world_size = str(place.first + local), str(place.world_size)
+    return {
+        "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(place.index), "GROUP_WORLD_SIZE": str(place.count),
+        "ROLE_NAME": "rank", "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": place.address[0], "MASTER_PORT": str(place.address[1]),
+        "TORCHELASTIC_RUN_ID": place.run_id, "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(errors), "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed. `at` is when it raised, in seconds, or infinity if it left no word of it."""
+
+    rank: int
+    end: str
+    message: str | None = None
+    traceback: str | None = None
+    expected: bool = False
+    exit_status: int = 1
+    at: float = math.inf
+
+    @classmethod
+    def read(cls, rank: int, code: int, errors: Path) -> Failure:
+        """Of a process that ended with `code` (minus the signal), and the file that it may have left."""
+        end = f"ended with exit status {code}"
+        if code < 0:
+            names = [each.name for each in signal.Signals if each == -code]
+            end = f"was ended by {names[0] if names else f'signal {-code}'}"
+        message = None
+        with contextlib.suppress(OSError, ValueError):
+            message = json.loads(errors.read_text()).get("message")
+        if not isinstance(message, dict):
+            return cls(rank, end)
+        facts = message["extraInfo"]
+        return cls(
+            rank,
+            end,
+            message["message"],
+            facts["py_callstack"],
+            facts.get("expected", False),  # these are not in a file that torch's own `record` wrote
+            facts.get("exit_status", 1),
+            float(facts.get("at", facts["timestamp"])),
+        )
+
+
+def report(
+    failures: Iterable[Failure], ended_first: Collection[int], ranks: int, lacks_memory: bool = False
+) -> RanksFailedError:
+    """One error for all ranks: the bare message where it is the config, or where all say the same of bad
+    input.
+
+    First are `ended_first`, who ended before any was told to, then who raised first. `lacks_memory`: whether
+    the kernel has killed a process meanwhile."""
+    first, *others = sorted(failures, key=lambda f: (f.rank not in ended_first, f.at, f.rank))
+    name = f"rank {first.rank} of {ranks}"
+    same = [f.rank for f in others if f.message is not None and f.message == first.message]
+    if (
+        first.expected
+        and first.message is not None
+        and (first.exit_status == ConfigError.exit_status or len(same) + 1 == ranks)
+    ):
+        return RanksFailedError(first.message, first.exit_status, first.rank, first.traceback)
+    lacked = lacks_memory and first.message is None and first.end == KILLED
+    why = f"it {first.end}" if first.message is None else first.message
+    text = f"{name} failed first: {why}{', which the kernel sent for lack of memory' if lacked else ''}"
+    if same:
+        text += (
+            f"\nrank{'s' if len(same) > 1 else ''} {', '.join(map(str, sorted(same)))} failed in the same way"
+        )
+    then = [each for each in others if each.message not in (None, first.message)]
+    for failure in then[:SHOWN]:
+        text += f"\nthen rank {failure.rank} failed: {str(failure.message).splitlines()[0]}"
+    if len(then) > SHOWN:
+        text += f"\nand {len(then) - SHOWN} more failed then"
+    if first.traceback and not first.expected:
+        text += f"\ntraceback: {keep(first.traceback, first.rank)}"
+    error = RanksFailedError(text, first.exit_status, first.rank, first.traceback)
+    error.out_of_memory = lacked
+    return error
