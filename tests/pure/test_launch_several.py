@@ -41,6 +41,16 @@ def test_a_login_is_one_word_for_its_shell(monkeypatch: pytest.MonkeyPatch) -> N
     assert several.login("localhost") == [sys.executable, "-m", "polyreme.launch.on_host"]
 
 
+@pytest.mark.parametrize("by_mpi", [False, True])
+def test_an_ssh_that_is_not_there_is_no_fault_of_the_hosts(by_mpi: bool) -> None:
+    with pytest.raises(LaunchError, match=r"^the program 'nossh' given by --ssh was not found"):
+        if by_mpi:
+            request = mpirun.Request(["x"], {"192.0.2.1": 1}, {}, ["nossh", "-v"])
+            mpirun.run(mpirun.Library("/none", mpirun.HYDRA), request)
+        else:
+            several.run({"192.0.2.1": [0]}, several.RankCommand(["x"]), ssh=["nossh", "-v"])
+
+
 def test_the_variables_that_go_along() -> None:
     there = {
         "NCCL_DEBUG": "INFO",

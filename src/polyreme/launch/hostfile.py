@@ -6,6 +6,7 @@ network, but for `is_this_machine`, which may ask what a name's address is."""
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,13 @@ class ResourceError(LaunchError, ValueError):
     """Hosts or slots that are not there, or that are asked for in a way that cannot be."""
 
     exit_status = 2
+
+
+def find_login(hosts: Iterable[str], ssh: Sequence[str]) -> None:
+    """Raise ResourceError where a host is another machine, and the program that logs in there is missing."""
+    if shutil.which(ssh[0]) is None and not all(map(is_this_machine, hosts)):
+        how = "that logs in to other hosts" if ssh[0] == "ssh" else "given by --ssh"
+        raise ResourceError(f"the program {ssh[0]!r} {how} was not found: install it, or give another --ssh")
 
 
 def read(path: Path) -> Pool:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from polyreme.errors import LaunchError
 from polyreme.launch.command import Command
-from polyreme.launch.hostfile import Active, ResourceError, is_this_machine
+from polyreme.launch.hostfile import Active, ResourceError, find_login, is_this_machine
 from polyreme.launch.manner import Manner
 
 OPEN_MPI, HYDRA = "Open MPI", "MPICH"
@@ -136,7 +136,9 @@ def run(
 ) -> signal.Signals | None:
     """Start the ranks and wait for their end.
 
-    Signals are passed on, errors raised, and a wish returned, as `Transport.run` says."""
+    Signals are passed on, errors raised, and a wish returned, as `Transport.run` says. Raises ResourceError
+    where the program that logs in is not there."""
+    find_login(request.hosts, request.ssh)
     words, variables = command(library, request)
     if not sys.stdout.isatty():  # Open MPI gives ranks a terminal of its own making
         variables["TERM"] = "dumb"

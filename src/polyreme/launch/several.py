@@ -31,7 +31,7 @@ from polyreme.distributed.versions import versions
 from polyreme.errors import LaunchError
 from polyreme.launch import frames
 from polyreme.launch.frames import TOLD, Frame
-from polyreme.launch.hostfile import Active, is_this_machine
+from polyreme.launch.hostfile import Active, find_login, is_this_machine
 from polyreme.launch.manner import PLAIN, SAVING, Manner, RanksFailedError
 from polyreme.launch.on_host import ALIVE
 from polyreme.launch.signals import acknowledge
@@ -107,7 +107,8 @@ def run(
     SIGHUP and SIGQUIT end all hosts, a second one at once; of a run that saves, SIGTERM and SIGUSR1 are
     passed on as `launch` takes them, and by which it then has ended well is returned.
 
-    Raises HostsError where it cannot start, and RanksFailedError when ranks fail, or a signal ends them."""
+    Raises HostsError where it cannot start, ResourceError where the program that logs in is not there, and
+    RanksFailedError when ranks fail, or a signal ends them."""
     started = _Started(active, what, ssh, processes or {})
     return started.run(what.manner.wishes if what.saves else ())
 
@@ -153,15 +154,10 @@ def python_path() -> str:
 def _start(name: str, ssh: Sequence[str], source: str | None) -> tuple[Process, str]:
     """The process on a host, and the way to it."""
     words = login(name, ssh, source)
-    try:
-        # of a session of its own, so that a terminal's Ctrl-C is passed on, and in order
-        process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        problem = f"{words[0]} cannot be run ({error.strerror}): install it, or give --ssh"
-        raise HostsError({name: [problem]}) from None
+    # of a session of its own, so that a terminal's Ctrl-C is passed on, and in order
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
     return process, "ssh" if "--" in words else "this machine"
 
 
@@ -248,6 +244,7 @@ class _Started(Transport):
     # ---- before the ranks
 
     def start(self, run: Run) -> None:
+        find_login(self.active.keys() - self._processes.keys(), self._ssh)
         for index, (name, slots) in enumerate(self.active.items()):
             if name in self._processes:
                 process, way = self._processes[name], "Ray"
