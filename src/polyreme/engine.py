@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
-from polyreme.distributed.agreement import how_to_meet, known_as, same_config, same_model, same_scheduler
+from polyreme.distributed.agreement import known_as, same_config, same_model, same_scheduler
 from polyreme.distributed.mesh import Mesh, everyone
 from polyreme.distributed.watch import Watch, collective
 from polyreme.distributed.world import current
@@ -32,7 +32,6 @@ from polyreme.models.patches import Patches
 from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.optim.groups import Make, recipe, refuse_foreign, warn_of_unused
 from polyreme.pipeline.executor import whole
-from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.build import Built, build, share_out
 from polyreme.placement.dividing import divide_again
 from polyreme.placement.full_parameters import readable, writable
@@ -57,7 +56,7 @@ from polyreme.step.passes import EvalResult
 from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
 from polyreme.step.progress import State
 from polyreme.step.randomness import Kind, Randomness
-from polyreme.step.settings import objective, opened, placement_settings
+from polyreme.step.settings import how_to_meet, objective, opened, pipeline_rank, placement_settings
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
 from polyreme.tensor.rng import generators, go_on_from
@@ -146,7 +145,7 @@ class Engine(ModuleFace):
         self.on_gradients: Callable[[Gradients], object] | None = None
         """A callback before each update, of `train_step` too, on all ranks: to log norms, or to clip."""
         self._trains = any(p.requires_grad for p in self.module.parameters())
-        pipeline = PipelineRank.of(config, mesh)
+        pipeline = pipeline_rank(config, mesh)
         settings = placement_settings(config, mesh)
         built = build(self.module, recording, made, blocks, pipeline, settings, mesh, weights=weights is None)
         alike = self._normalised()

@@ -55,7 +55,7 @@ def save(path: Path, step: int, written_by: Config, **extra: Any) -> Path:
     path.mkdir(parents=True)
     tensors = {
         name: torch.zeros(tensor.shape)
-        for name, tensor in meta_model(written_by).state_dict().items()
+        for name, tensor in meta_model(written_by.model).state_dict().items()
         if name != "lm_head.weight"
     }
     weights = save_tensors(tensors)

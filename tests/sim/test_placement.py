@@ -15,10 +15,9 @@ from polyreme.config import Config
 from polyreme.distributed.mesh import SimulatedMesh
 from polyreme.models import huggingface
 from polyreme.optim.groups import recipe
-from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.buckets import specify
 from polyreme.placement.dividing import cut, divide
-from polyreme.step.settings import placement_settings
+from polyreme.step.settings import pipeline_rank, placement_settings
 from polyreme.zero.bucket_spec import BucketSpec
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -62,7 +61,7 @@ def resolved(mesh: Mapping[str, int], **more: Mapping[str, Any]) -> Config:
 def specs_of(model: nn.Module, config: Config, rank: int) -> dict[tuple[str, ...], list[BucketSpec]]:
     """The specs of one rank, of a model whose parameters are divided in place."""
     mesh = SimulatedMesh.of(config.axes, config.mesh.order, rank, CPU)
-    pipeline, settings = PipelineRank.of(config, mesh), placement_settings(config, mesh)
+    pipeline, settings = pipeline_rank(config, mesh), placement_settings(config, mesh)
     made = recipe(model, config.optimizer, None)
     blocks: Sequence[str] = list(huggingface.find_blocks(model))
     partition = cut(model, None, len(pipeline.rank_of), settings, mesh)

@@ -122,8 +122,8 @@ def stage_summaries(config: Config) -> list[StageSummary]:
     # only here: most configs are shown without torch
     from polyreme.planner.meta_model import divide, expected
 
-    model = expected(config)
-    partition = divide(model, config) if model is not None else None
+    model = expected(config.model, config.data)
+    partition = divide(model, config.mesh, config.pipeline, config.schedule) if model is not None else None
     if model is None or partition is None:
         return []
     sizes = {name: p.numel() for name, p in model.named_parameters()}

@@ -58,7 +58,7 @@ def of_ranks(config: Config) -> list[RankMemory]:
     sizes: dict[str, int] = {name: getattr(config.mesh, name) for name in config.mesh.order}
     found = []
     for at, rank in enumerate(lines(sizes, config.mesh.order, "pp")[0]):
-        if (model := expected(config)) is None:
+        if (model := expected(config.model, config.data)) is None:
             return []
         placed = place(model, config, rank)
         works = working_set(placed.placement, config.zero.prefetch)

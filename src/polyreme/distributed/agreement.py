@@ -14,14 +14,12 @@ import json
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from functools import partial
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
-from polyreme.config import Config
 from polyreme.config.schema import LEAVES
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.versions import refuse_unlike, versions
@@ -37,18 +35,17 @@ Difference = tuple[str, Any, str]
 """A key, what rank 0 has, and who has what."""
 
 
-def how_to_meet(load: Callable[[], Config]) -> tuple[timedelta, timedelta, str]:
-    """How long an operation waits for other ranks, how long they have to meet, and over which backend: as the
-    config says, or, of one that cannot be read, as is usual; ranks that met can say so together."""
-    try:
-        config = load()
-    except Exception:  # `same_config` raises it on all ranks
-        config = Config()
-    mesh, within = config.mesh, timedelta(seconds=config.launch.meet_timeout)
-    return timedelta(seconds=mesh.timeout), within, mesh.backend
+class Keyed(Protocol):
+    """A config: the value of each key, by its dotted name."""
+
+    def value(self, key: str) -> Any:
+        """What key has."""
 
 
-def same_config(everyone: Axis, load: Callable[[], Config]) -> Config:
+Settings = TypeVar("Settings", bound=Keyed)
+
+
+def same_config(everyone: Axis, load: Callable[[], Settings]) -> Settings:
     """The config, which is the same on all ranks. Raises ConfigError on every rank, with each key that
     differs; where some rank could not read it, its own error there and LaunchError on the others. Raises
     LaunchError, before any of these, for versions that differ."""
@@ -172,7 +169,7 @@ def _models_differ(differences: list[Difference]) -> ModelError:
     )
 
 
-def _config_facts(config: Config) -> dict[str, Any]:
+def _config_facts(config: Keyed) -> dict[str, Any]:
     return {key: _comparable(key, config.value(key)) for key in LEAVES if not key.startswith(OF_A_RANK)}
 
 

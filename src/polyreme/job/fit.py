@@ -10,13 +10,13 @@ import math
 from torch import nn
 
 from polyreme.config import Config
-from polyreme.distributed.agreement import how_to_meet
 from polyreme.distributed.mesh import everyone
 from polyreme.planner.meta_model import expected, meta_model
 from polyreme.step import fit as step
 from polyreme.step.dry_run import device_of_ranks
 from polyreme.step.fit import Fit, own_memory
 from polyreme.step.kept import kept
+from polyreme.step.settings import how_to_meet
 
 
 def memory_of_ranks(config: Config) -> int:
@@ -39,6 +39,10 @@ def fit(config: Config, memory: int, vocabulary: int | None = None) -> Fit:
     """How many samples fit into `memory` bytes a rank, under a resolved config."""
 
     def make() -> nn.Module | None:
-        return expected(config) if vocabulary is None else meta_model(config, vocabulary)
+        return (
+            expected(config.model, config.data)
+            if vocabulary is None
+            else meta_model(config.model, vocabulary)
+        )
 
     return step.fit(config, memory, make, lambda model: kept(model, config, int(config.batch.micro)))

@@ -142,7 +142,7 @@ def _check_model(config: Config, source: Directory) -> None:
         vocabulary = len(load_tokenizer(tokenizer))
     except DataError:
         vocabulary = None
-    model = meta_model(config, vocabulary)
+    model = meta_model(config.model, vocabulary)
     names: dict[int, list[str]] = {}  # several of a tensor that is shared
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():

@@ -490,8 +490,8 @@ def _check_model(config: Config, vocabulary: int | None = None) -> None:
 def check_division(config: Config) -> None:
     """Whether the mesh can divide the model. Raises ConfigError for a model that cannot be built, and
     ModelError."""
-    if config.mesh.tp * config.mesh.pp > 1 and (model := expected(config)) is not None:
-        divide(model, config)
+    if config.mesh.tp * config.mesh.pp > 1 and (model := expected(config.model, config.data)) is not None:
+        divide(model, config.mesh, config.pipeline, config.schedule)
 
 
 def _check_lengths(config: Config, text: TextData, dp: int) -> None:
@@ -523,7 +523,7 @@ def _flops_per_token(config: Config, vocabulary: int) -> float | None:
     """Flops per token, counted on a model without memory; None where they cannot be counted."""
     dtype = DTYPES[config.precision.compute]
     ids = torch.zeros(1, config.data.sequence, dtype=torch.long, device="meta")
-    model = meta_model(config, vocabulary)
+    model = meta_model(config.model, vocabulary)
     try:
         flops = count_flops(
             model, {"input_ids": ids, "labels": ids, **huggingface.training_arguments(model)}, dtype=dtype

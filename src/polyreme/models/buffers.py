@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.errors import ModelError, named, warn
 
@@ -61,6 +60,16 @@ class Place:
         return f"{self.name} of {type(self.owner).__name__}"
 
 
+@dataclass(frozen=True)
+class BufferSettings:
+    """What becomes of buffers that forwards change. way: as the config's `buffers`; chosen: whether someone
+    wrote it there; norms: as `batch_norm`."""
+
+    way: str
+    chosen: bool
+    norms: str
+
+
 class Buffers:
     """The persistent buffers of `model`, but `alike`, which need no sharing, and its frozen parameters.
 
@@ -70,18 +79,18 @@ class Buffers:
         self,
         model: nn.Module,
         mesh: Mesh,
-        config: Config,
+        settings: BufferSettings,
         alike: Collection[Tensor] = (),
         sharded: Collection[str] = (),
         divided: Collection[str] = (),
     ) -> None:
-        self._mesh, self._axis, self._config = mesh, mesh.loss, config
+        self._mesh, self._axis, self._settings = mesh, mesh.loss, settings
         self._alone = mesh.loss.size == 1 and mesh.tp.size == 1
-        self._model, buffers = model, list(_buffers(model, mesh, config))
+        self._model, buffers = model, list(_buffers(model, mesh, settings))
         self._names = {place.name for place in buffers}  # of all buffers that it ever had
         known = {id(each) for each in alike}
         places = [place for place in buffers if id(place.tensor) not in known]
-        places += _parameters(model, config, sharded, divided)
+        places += _parameters(model, settings, sharded, divided)
         self._places = {place.name: place for place in places}
         self.parameters: set[int] = set()
         """Ids of the parameters that forwards write, and that all ranks are given."""
@@ -154,7 +163,7 @@ class Buffers:
 
     def _take_in(self) -> None:
         """Buffers that forwards have made since the last look count as written."""
-        for place in _buffers(self._model, self._mesh, self._config):
+        for place in _buffers(self._model, self._mesh, self._settings):
             if place.name not in self._names:
                 self._names.add(place.name)
                 self._places[place.name], self._seen[place.name] = place, (None, -1)
@@ -164,11 +173,12 @@ class Buffers:
         if self._steps > 2 and not self._first:  # else there was a look in the step before
             self._late.add(name)
 
-    def find(self, samples: float = 0.0, tokens: float = 0.0) -> None:
+    def find(self, samples: float, tokens: float, parts: int) -> None:
         """Have all ranks know what forwards write, and share that. All ranks of the mesh must call, after
         `has_news`. Raises ModelError on all of them for what has to be the same on all ranks, and is not.
 
-        samples, tokens: of the step, over all ranks; a count of a rank's share of them is none of all."""
+        samples, tokens: of the step, over all ranks; a count of a rank's share of them is none of all. parts:
+        micro-batches that a step has."""
         written = {name for each in self._mesh.gather_objects(self._changed) for name in each}
         names = sorted(written | self._equal)
         mine = {name: self._report(self._places[name]) for name in names if name in self._places}
@@ -184,11 +194,11 @@ class Buffers:
             raise ModelError("\n".join(problems))
         if differing := [each.what for each in found.values() if each.differs and each.way == "error"]:
             raise ModelError(_DIFFERS.format(self._axis.size, named(differing)))
-        shares = {count / self._axis.size for count in (samples, tokens)} - {0, self._config.accumulation}
+        shares = {count / self._axis.size for count in (samples, tokens)} - {0, parts}
         if self._axis.size > 1 and (counts := [each for each in found.values() if each.grew in shares]):
             what = named([each.what for each in counts])
             raise ModelError(_COUNTS.format(what, f"{counts[0].grew:g}", self._axis.size))
-        self._warn_of_parts([found[name] for name in sorted(written)])
+        self._warn_of_parts([found[name] for name in sorted(written)], parts)
         for name in [] if self._alone else names:
             if self._axis.size == 1 or found[name].way in ("error", "local"):
                 self._equal.add(name)
@@ -295,12 +305,11 @@ class Buffers:
         report |= {"late": place.name in self._late, "grew": self._grew(place)}
         return report | {"float": tensor.is_floating_point(), "parameter": place.is_parameter}
 
-    def _warn_of_parts(self, written: Iterable[_Spread]) -> None:
+    def _warn_of_parts(self, written: Iterable[_Spread], parts: int) -> None:
         """Say once that forwards of parts of the batch are not one of all of it."""
-        count, chosen = self._config.accumulation, self._config.origins["buffers"] != "default"
         found = [each.what for each in written if each.is_float]
-        if found and count > 1 and self._first and not chosen:
-            warn(_PARTS.format(named(found), count))
+        if found and parts > 1 and self._first and not self._settings.chosen:
+            warn(_PARTS.format(named(found), parts))
 
 
 class _Spread:
@@ -405,14 +414,14 @@ def _shape(place: Place) -> tuple[int, ...]:
     return tuple(place.tensor.shape)
 
 
-def _buffers(model: nn.Module, mesh: Mesh, config: Config) -> Iterator[Place]:
+def _buffers(model: nn.Module, mesh: Mesh, settings: BufferSettings) -> Iterator[Place]:
     """The persistent buffers that a rank does not keep to itself."""
     for prefix, module in model.named_modules():
         if isinstance(module, _BatchNorm):
-            way = "local" if mesh.loss.size == 1 or config.batch_norm == "rank" else "rank0"
+            way = "local" if mesh.loss.size == 1 or settings.norms == "rank" else "rank0"
             apart = way == "local"
         else:
-            way = config.buffers
+            way = settings.way
             apart = way == "local" and mesh.tp.size == 1
         for key, buffer in module._buffers.items() if not apart else ():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -420,7 +429,7 @@ def _buffers(model: nn.Module, mesh: Mesh, config: Config) -> Iterator[Place]:
 
 
 def _parameters(
-    model: nn.Module, config: Config, sharded: Collection[str], divided: Collection[str]
+    model: nn.Module, settings: BufferSettings, sharded: Collection[str], divided: Collection[str]
 ) -> Iterator[Place]:
     """The frozen parameters, which no update writes, and all whose writes would be lost."""
     seen: set[int] = set()
@@ -431,7 +440,7 @@ def _parameters(
             if parameter is None or id(parameter) in seen or (parameter.requires_grad and not lost):
                 continue
             seen.add(id(parameter))
-            yield Place(name, module, key, config.buffers, True, name in divided, lost)
+            yield Place(name, module, key, settings.way, True, name in divided, lost)
 
 
 def _digest(tensor: Tensor) -> Tensor:

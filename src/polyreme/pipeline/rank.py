@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from polyreme.config import Config
-from polyreme.distributed.mesh import Axis, Mesh
-from polyreme.pipeline.schedule import Action, build, check, halves, stage_ranks
+from polyreme.distributed.mesh import Axis
+from polyreme.pipeline.schedule import Action, Name, build, check, halves, stage_ranks
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,14 @@ class PipelineRank:
     halved: AbstractSet[Action]
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh) -> PipelineRank:
-        """The part of this rank of `mesh`; the whole model where there is no pipeline."""
-        pp, virtual = mesh.pp, config.pipeline.virtual
-        name = config.schedule if pp.size > 1 else "1f1b"
+    def of(cls, schedule: Name, virtual: int, microbatches: int, pp: Axis) -> PipelineRank:
+        """The part of this rank of `pp` in a step of so many micro-batches; the whole model where there is no
+        pipeline. virtual: stages of a rank, where the schedule has several."""
+        name = schedule if pp.size > 1 else "1f1b"
         rank_of = stage_ranks(name, pp.size, virtual)
-        schedule = build(name, pp.size, config.accumulation, virtual)
-        check(schedule, config.accumulation)
-        row = schedule[pp.rank]
+        table = build(name, pp.size, microbatches, virtual)
+        check(table, microbatches)
+        row = table[pp.rank]
         one = build(name, pp.size, 1, virtual)[pp.rank]
         return cls(
             rank_of,

@@ -12,26 +12,24 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from polyreme.config import Config
+from polyreme.config.schema import DataSection, MeshSection, ModelSection, PipelineSection
 from polyreme.data import load_tokenizer
 from polyreme.models import huggingface
 from polyreme.pipeline.partition import PipelinePartition, partition_model
-from polyreme.pipeline.schedule import stage_ranks
+from polyreme.pipeline.schedule import Name, stage_ranks
 from polyreme.tensor import plan as rules
 
 
-def meta_model(config: Config, vocabulary: int | None = None) -> nn.Module:
+def meta_model(section: ModelSection, vocabulary: int | None = None) -> nn.Module:
     """The model on the meta device; with `vocabulary` tokens, where its own config leaves that open. Raises
     ConfigError."""
-    section = config.model
     with torch.device("meta"):
         return huggingface.skeleton(section.path, section.config, section.trust_remote_code, vocabulary)
 
 
-def expected(config: Config) -> nn.Module | None:
+def expected(model: ModelSection, data: DataSection) -> nn.Module | None:
     """The model on the meta device before there is a tokenizer, with as many tokens as it may have; None
     where the config names no model, or a directory that is not on this machine."""
-    model, data = config.model, config.data
     if model.path is None and model.config is None:
         return None
     if any(
@@ -40,23 +38,24 @@ def expected(config: Config) -> nn.Module | None:
     ):
         return None
     if model.path is not None:
-        return meta_model(config)
+        return meta_model(model)
     return meta_model(
-        config, data.vocab_size if data.tokenizer is None else len(load_tokenizer(data.tokenizer))
+        model, data.vocab_size if data.tokenizer is None else len(load_tokenizer(data.tokenizer))
     )
 
 
-def divide(model: nn.Module, config: Config) -> PipelinePartition | None:
-    """Which pipeline stage has what of `model`, as `config` says, but for times; None where there is one
+def divide(
+    model: nn.Module, mesh: MeshSection, pipeline: PipelineSection, schedule: Name
+) -> PipelinePartition | None:
+    """Which pipeline stage has what of `model`, as these sections say, but for times; None where there is one
     stage.
 
-    Raises ModelError where the mesh of `config` cannot divide the model, over tensor-parallel or over
+    Raises ModelError where the mesh cannot divide the model, over tensor-parallel or over
     pipeline ranks."""
-    mesh, pipeline = config.mesh, config.pipeline
     if mesh.tp > 1:
         rules.plan(model, mesh.tp, mesh.tp_plan, mesh.sequence_parallel)
     if mesh.pp == 1:
         return None
-    stages = len(stage_ranks(config.schedule, mesh.pp, pipeline.virtual))
+    stages = len(stage_ranks(schedule, mesh.pp, pipeline.virtual))
     counts = None if isinstance(pipeline.blocks, str) else pipeline.blocks
     return partition_model(model, stages, counts=counts, memory=pipeline.blocks == "parameters")

@@ -19,11 +19,10 @@ from polyreme.distributed.mesh import SimulatedMesh
 from polyreme.models import huggingface
 from polyreme.models.wrappers import unwrap
 from polyreme.optim.groups import Recipe, recipe
-from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.build import share_out
 from polyreme.placement.dividing import cut, divide
 from polyreme.placement.placement import Placement
-from polyreme.step.settings import placement_settings
+from polyreme.step.settings import pipeline_rank, placement_settings
 from polyreme.zero.bucket_memory import staying
 from polyreme.zero.updates import Updates
 
@@ -69,7 +68,7 @@ def place(model: nn.Module, config: Config, rank: int, device: torch.device | No
     mesh = SimulatedMesh.of(config.axes, config.mesh.order, rank, device or device_of_ranks(), False)
     module = unwrap(model)
     made: Recipe = recipe(module, config.optimizer, None)
-    pipeline = PipelineRank.of(config, mesh)
+    pipeline = pipeline_rank(config, mesh)
     blocks: Mapping[str, nn.Module] = huggingface.find_blocks(module)
     settings = placement_settings(config, mesh)
     partition = cut(module, None, len(pipeline.rank_of), settings, mesh)

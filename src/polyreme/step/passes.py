@@ -29,6 +29,7 @@ from polyreme.step.fit import UNKNOWN, FirstBatch, agreed
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import Unrecorded, of_no_engine, refuse_penalty
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
+from polyreme.step.settings import pipeline_rank
 from polyreme.step.step import Step
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.gather import Blocks
@@ -99,7 +100,7 @@ class Passes:
         config.recut(fitted)
         if (count := config.accumulation) == before:
             return found
-        self._follow(PipelineRank.of(config, self._mesh))
+        self._follow(pipeline_rank(config, self._mesh))
         self._objective.cut(is_split=True, share=1 / count if config.batch.mean == "ranks" else None)
         self._step.count_microbatches(recut=True)
         return micro_batches(batch, config, first=False)

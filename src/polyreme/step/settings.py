@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +13,9 @@ from torch import nn
 from polyreme.config import Config
 from polyreme.deferred_init.replay import Recording
 from polyreme.distributed.mesh import Mesh
+from polyreme.models.buffers import BufferSettings
 from polyreme.optim.groups import Recipe
+from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.opening import Model, open_model
 from polyreme.placement.settings import PlacementSettings
 from polyreme.step.accumulation import accumulation_of
@@ -19,6 +23,17 @@ from polyreme.step.loss import LossFn, Objective
 from polyreme.step.loss_graph import refuse_tables
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype, warn_of_default
 from polyreme.zero.formats import Formats
+
+
+def how_to_meet(load: Callable[[], Config]) -> tuple[timedelta, timedelta, str]:
+    """How long an operation waits for other ranks, how long they have to meet, and over which backend: as the
+    config says, or, of one that cannot be read, as is usual; ranks that met can say so together."""
+    try:
+        config = load()
+    except Exception:  # `same_config` raises it on all ranks
+        config = Config()
+    mesh, within = config.mesh, timedelta(seconds=config.launch.meet_timeout)
+    return timedelta(seconds=mesh.timeout), within, mesh.backend
 
 
 def opened(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None, Path | None]:
@@ -46,6 +61,16 @@ def placement_settings(config: Config, mesh: Mesh) -> PlacementSettings:
         section.tp_plan,
         section.sequence_parallel,
     )
+
+
+def pipeline_rank(config: Config, mesh: Mesh) -> PipelineRank:
+    """What this rank does in a pipeline."""
+    return PipelineRank.of(config.schedule, config.pipeline.virtual, config.accumulation, mesh.pp)
+
+
+def buffer_settings(config: Config) -> BufferSettings:
+    """What becomes of buffers that forwards change."""
+    return BufferSettings(config.buffers, config.origins["buffers"] != "default", config.batch_norm)
 
 
 def objective(

@@ -412,7 +412,7 @@ class Step:
         for bucket in self._buckets:
             bucket.settle()
         if totals.buffers or self.buffers.is_due():
-            self.buffers.find(totals.samples, totals.tokens)
+            self.buffers.find(totals.samples, totals.tokens, self._config.accumulation)
         if totals.written:
             self.written.take_in()
         if not skipped:

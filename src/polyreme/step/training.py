@@ -21,7 +21,6 @@ from polyreme.models.buffers import Buffers
 from polyreme.optim.groups import Recipe, recipe, refuse_foreign
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.optim.options import Options
-from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.build import Built
 from polyreme.placement.placement import Placement
 from polyreme.placement.refresh import carry
@@ -33,6 +32,7 @@ from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import refuse_tables
 from polyreme.step.passes import Passes
 from polyreme.step.replicas import Replicas
+from polyreme.step.settings import buffer_settings, pipeline_rank
 from polyreme.step.step import Step
 from polyreme.step.totals import StepSums
 from polyreme.step.user_loop import Loop
@@ -67,13 +67,13 @@ class Training:
         config, mesh, given = context.config, context.mesh, context.optimizer
         placement = built.placement
         self.context, self.placement, self.objective = context, placement, objective
-        self.pipeline = PipelineRank.of(config, mesh)
+        self.pipeline = pipeline_rank(config, mesh)
         self.activations, self.saver = context.activations, context.saver
         self.activations.wrap(module, built.blocks)
         cuts = placement.division.shardings
         sharded = {slot.name for each in placement.buckets if each.sharded for slot in each.layout.slots}
         divided = {name for name in cuts if not cuts[name].cut.is_whole}
-        self.buffers = Buffers(module, mesh, config, alike, sharded, divided)
+        self.buffers = Buffers(module, mesh, buffer_settings(config), alike, sharded, divided)
         self._reducer = Reducer(
             placement.trainable,
             self.pipeline.mine,
