@@ -118,6 +118,31 @@ def test_windows_of_any_length_are_those_of_plain_torch(world: int, how: str) ->
             assert torch.allclose(found, plain(world), rtol=0, atol=1e-12), case
 
 
+def one_step(rank: int, world: int, stage: int, counted: int) -> Tensor:
+    """Parameters after a step of four micro-batches, of which so many are those that the config counts."""
+    settings = config(world, zero={"stage": stage, "min_bucket": 0})
+    with polyreme.initialize(network(), settings) as engine:
+        for i in range(4):
+            if i >= counted:
+                engine.set_boundary(i == 3, extend=True)
+            x, y = batch(rank, 0, i)
+            engine.backward(loss_of(engine(x), y))
+        engine.step()
+        whole = engine.state_dict()
+        return torch.cat([whole[name].flatten() for name, _ in engine.module.named_parameters()])
+
+
+def announced_or_not(rank: int, world: int) -> None:
+    for stage in (0, 2):
+        found = [one_step(rank, world, stage, counted) for counted in (0, 2)]
+        assert torch.allclose(*found, rtol=0, atol=1e-12), stage
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_that_ended_by_count_is_extended(world: int) -> None:
+    threads.run(world, announced_or_not)
+
+
 def rounded(rank: int, world: int, stage: int, memory: dict[str, Any], count: int) -> list[Any]:
     """Weights, gradients so far and memory of bf16 windows, of an engine made for `count` micro-batches."""
     more = {"precision": {"compute": "bf16"}, "zero": {"stage": stage, "min_bucket": 0}, "memory": memory}
