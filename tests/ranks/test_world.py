@@ -23,7 +23,7 @@ from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.process_group import close
 from polyreme.distributed.watch import Watch
 from polyreme.distributed.world import current
-from polyreme.errors import TransportError
+from polyreme.errors import ModelError, TransportError
 from pool import Ranks
 
 WIDTH = 16
@@ -250,6 +250,9 @@ def closed_afterwards(rank: int, world: int) -> None:
         dist.barrier()
         current().close()
         engine.close()
+        if stage == 3:  # what is known of parameters outlives the world
+            with pytest.raises(ModelError, match=r"of parameter weight, whose engine is closed"):
+                model.weight.sum()
         with pytest.raises(TransportError, match="has closed the world"):
             engine.mesh.data.barrier()
         dist.barrier()

@@ -1,8 +1,9 @@
 """What this process has together with one set of ranks: groups, the watch over them, memory that they share.
 It ends with them, and other ranks may follow in the same process.
 
-Invariant: nothing that lives as long as these ranks is kept anywhere else. Two things live longer, as others
-may need them: MPI, which begins and ends once in a process, and the store where ranks met last (`meeting`).
+Invariant: nothing that lives as long as these ranks is kept anywhere else. What is known of parameters goes
+to the next world, as they outlive this one. Two more things live longer, as others may need them: MPI, which
+begins and ends once in a process, and the store where ranks met last (`meeting`).
 Communication: none of its own."""
 
 from __future__ import annotations

@@ -335,18 +335,17 @@ class WatchedParameter(FollowedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, leaves = read(func, args, kwargs)
         asked = [leaf for leaf in leaves if isinstance(leaf, WatchedParameter)]
-        kwargs = kwargs or {}
-        for parameter in asked:
-            record = record_of(parameter)
+        kwargs, records = kwargs or {}, [*map(record_of, asked)]
+        for parameter, record in zip(asked, records, strict=True):
             if record.check is not None:
                 record.check(str(name), args, kwargs, record.name)
-            answer = state_of(parameter).before(parameter, str(name), (func, args, kwargs), asked)
+            answer = record.presence.state.before(parameter, str(name), (func, args, kwargs), asked)
             if answer is not NotImplemented:
                 return answer
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        for parameter in asked:
-            state_of(parameter).after(result)
+        for record in records:
+            record.presence.state.after(result)
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
