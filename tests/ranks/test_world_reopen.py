@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_world import NOTHING, left
 from torch import nn
 
@@ -112,6 +114,9 @@ def without(rank: int, world: int, dies: int, shared: bool, ports: Sequence[int]
     losses.append(works(left_over.index(rank), len(left_over)))
     if reopen(current(), [0, 2]):
         losses.append(works([0, 2].index(left_over.index(rank)), 2))
+        if current().rank == 0:  # the other one does not call
+            with pytest.raises(TransportError, match="rank 1 of 2 did not come to the meeting"):
+                reopen(current(), [0, 1], within=timedelta(seconds=2))
     else:
         assert left_over.index(rank) == 1
     nothing_left(before)
@@ -133,6 +138,20 @@ def more(rank: int, world: int, ports: Sequence[int]) -> list[float]:
     losses.append(works(rank, world))
     if reopen(current(), [1]):
         losses.append(works(0, 1))
+    nothing_left(before)
+    return losses
+
+
+def over_a_group_of_the_users(rank: int, world: int, folder: Path, ports: Sequence[int]) -> list[float]:
+    """Two of the ranks of a process group that the script opened, the other way round."""
+    before = sockets()
+    dist.init_process_group("gloo", f"file://{folder / 'meeting'}", rank=rank, world_size=world)
+    losses = [train(world)]
+    with pytest.raises(LaunchError, match="give the address"):
+        reopen(current(), [0, 1])
+    current().close()  # and nothing is known of the next one but the process group
+    if reopen(current(), [2, 0], ("127.0.0.1", ports[0])):
+        losses.append(works([2, 0].index(rank), 2))
     nothing_left(before)
     return losses
 
@@ -190,4 +209,10 @@ def test_ranks_go_on_without_one_that_was_killed(dies: int, shared: bool) -> Non
 def test_new_ranks_join_those_that_are_there() -> None:
     with processes(more, ports(2)) as answers:
         assert [len(losses) for losses in answers] == [2, 3, 1, 1], answers
+        assert alike([*chain(*answers)])
+
+
+def test_ranks_of_the_users_process_group_can_be_others(tmp_path: Path) -> None:
+    with processes(over_a_group_of_the_users, tmp_path, ports(1)) as answers:
+        assert [len(losses) for losses in answers] == [2, 1, 2, 1], answers
         assert alike([*chain(*answers)])

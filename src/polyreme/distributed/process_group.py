@@ -169,6 +169,8 @@ def reopen(
     that time, which names those that did not come."""
     if len(ranks) > 1 and not (address is None and by_agent()):
         _refuse_meeting(before, ranks, address)
+    if before is current() and dist.is_initialized():
+        groups()  # by which a world without a mesh has its rank, too
     before.close()
     close()
     if before.rank not in ranks:
