@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import shlex
+import signal
 import sys
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from polyreme.errors import LaunchError
-from polyreme.launch import frames, hostfile, mpirun, several
+from polyreme.launch import frames, hostfile, mpirun, on_host, several
 from polyreme.launch.frames import ERRORS, OUTPUT, Frame
 from polyreme.launch.streams import Printer
 
@@ -64,6 +67,24 @@ def test_the_variables_that_go_along() -> None:
     }  # fmt: skip
     with pytest.raises(LaunchError, match="--env NONE: the variable is not set"):
         several.forwarded(["NONE"], there)
+
+
+@pytest.mark.parametrize("how", ["closes", "is silent"])
+def test_a_run_ends_where_who_started_it_is_gone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, sent, gone = list[int](), list[int](), threading.Event()
+    monkeypatch.setattr(on_host, "SILENCE", 600.0 if how == "closes" else 0.01)
+    monkeypatch.setattr(on_host, "_end", ended.append)
+    monkeypatch.setattr(on_host.os, "kill", lambda _, number: sent.append(number))  # type: ignore[attr-defined]
+    out, into = os.pipe()
+    for wish in {"do": "signal", "number": 15}, {"do": "nothing"}:
+        os.write(into, frames.line(wish))
+    if how == "closes":
+        os.close(into)
+    with os.fdopen(out, "rb", buffering=0) as asked:
+        on_host._listen(asked, gone)
+    assert gone.is_set() and ended == [signal.SIGINT] and sent == [15]
+    if how != "closes":
+        os.close(into)
 
 
 def test_one_host_alone_failed_first() -> None:

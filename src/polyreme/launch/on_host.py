@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -35,7 +36,7 @@ Tell = Callable[[Frame], None]
 
 def main() -> None:
     """Do what is asked on stdin, until it is to begin and has ended."""
-    asked = os.fdopen(os.dup(0), "rb")
+    asked = os.fdopen(os.dup(0), "rb", buffering=0)  # nothing is read that `select` does not see
     out = os.fdopen(os.dup(1), "wb")
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -55,10 +56,11 @@ def main() -> None:
     for each in asked:
         wish = json.loads(each)
         if wish["do"] == "begin":
-            _listen(asked)
+            gone = threading.Event()
+            threading.Thread(target=_listen, args=(asked, gone), daemon=True).start()
             _begin(wish, tell)
-            with contextlib.suppress(KeyboardInterrupt):  # which ends a run whose other end is gone
-                threading.Event().wait()  # what others need of this host stays until then
+            with contextlib.suppress(KeyboardInterrupt):  # by which the other end's loss ends a run
+                gone.wait()  # other hosts may need this one until then
             leave(0)
         if wish["do"] != "nothing":
             tell(frames.told(**_ANSWERS[wish["do"]](wish)))
@@ -127,27 +129,16 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 # ---- the run
 
 
-def _listen(asked: Any) -> None:
-    """Pass signals on, in threads, and end the run when the other end is gone."""
-    heard = [time.monotonic()]
-
-    def wishes() -> None:
-        for each in asked:
-            heard[0] = time.monotonic()
-            wish = json.loads(each)
-            if wish["do"] == "signal":
-                os.kill(os.getpid(), wish["number"])
-            elif wish["do"] == "end":
-                threading.Thread(target=_end, args=(wish["number"],), daemon=True).start()
-        heard[0] = -SILENCE
-
-    def watch() -> None:
-        while time.monotonic() <= heard[0] + SILENCE:
-            time.sleep(0.1)
-        _end(signal.SIGINT)
-
-    for each in wishes, watch:
-        threading.Thread(target=each, daemon=True).start()
+def _listen(asked: Any, gone: threading.Event) -> None:
+    """Pass signals on, and end the run when the other end is gone."""
+    while select.select([asked], [], [], SILENCE)[0] and (line := asked.readline()):
+        wish = json.loads(line)
+        if wish["do"] == "signal":
+            os.kill(os.getpid(), wish["number"])
+        elif wish["do"] == "end":
+            threading.Thread(target=_end, args=(wish["number"],), daemon=True).start()
+    gone.set()
+    _end(signal.SIGINT)
 
 
 def _end(number: int) -> None:
