@@ -43,7 +43,6 @@ from polyreme.step.arguments import named_as_ours, one_batch
 from polyreme.step.batches import BatchComparison, micro_batches
 from polyreme.step.engine_context import EngineContext
 from polyreme.step.engine_state import Loaded
-from polyreme.step.fit import FirstBatch
 from polyreme.step.grad_mode import with_gradients
 from polyreme.step.gradients import Gradients
 from polyreme.step.loaders import Loaders
@@ -56,7 +55,15 @@ from polyreme.step.passes import EvalResult
 from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
 from polyreme.step.progress import State
 from polyreme.step.randomness import Kind, Randomness
-from polyreme.step.settings import how_to_meet, objective, opened, pipeline_rank, placement_settings
+from polyreme.step.settings import (
+    first_batch,
+    how_to_meet,
+    objective,
+    opened,
+    pipeline_rank,
+    placement_settings,
+    training_settings,
+)
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
 from polyreme.tensor.rng import generators, go_on_from
@@ -140,19 +147,28 @@ class Engine(ModuleFace):
         told = {"built here": recording is not None, "weights": weights is not None, "blocks": list(blocks)}
         told |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn), **made.told}
         same_model(mesh.aside(), self.module, {**told, "optimizer": made.groups})
-        first = FirstBatch(self.module, config) if config.leaves_micro else None
+        first = first_batch(self.module, config)
         self._parameter_count = sum(p.numel() for p in self.module.parameters())
         self.on_gradients: Callable[[Gradients], object] | None = None
         """A callback before each update, of `train_step` too, on all ranks: to log norms, or to clip."""
         self._trains = any(p.requires_grad for p in self.module.parameters())
         pipeline = pipeline_rank(config, mesh)
-        settings = placement_settings(config, mesh)
+        settings = placement_settings(config, mesh.device)
         built = build(self.module, recording, made, blocks, pipeline, settings, mesh, weights=weights is None)
         alike = self._normalised()
         called = objective(self.module, loss_fn, made, config, mesh)
-        activations, saver = Activations(config, mesh.device, self.patches), Saver(mesh.aside)
-        loaders, given = Loaders(config, mesh), (optimizer, lr_scheduler)
-        context = EngineContext(config, mesh, *given, randomness, activations, saver, loaders)
+        activations = Activations(config.memory, config.compile, mesh.device, self.patches)
+        loaders = Loaders(mesh, config.batch.size, config.seed, config.data.shuffle)
+        context = EngineContext(
+            training_settings(config, mesh),
+            mesh,
+            optimizer,
+            lr_scheduler,
+            randomness,
+            activations,
+            Saver(mesh.aside),
+            loaders,
+        )
         self._now: Training | State = Training(self.module, made, built, called, alike, context, first)
         give_to(self, self.module)
         if lr_scheduler is not None:
@@ -185,7 +201,7 @@ class Engine(ModuleFace):
         self._training.tell_failed()
         training = self._looked()
         step, passes = training.step, training.passes
-        cut = micro_batches(batch, self.config, first=not self.state.step)
+        cut = micro_batches(batch, training.context.settings.batches.now, first=not self.state.step)
         self._refuse_within_step("train_step")
         self._comparison.compare(batch)
         self._comparison.warn()
@@ -410,7 +426,7 @@ class Engine(ModuleFace):
             same_model(axis, self.module, {})
         old, unchanged = self._training, self._training.placement.unchanged
         refuse_own_shapes([*old.updates])
-        settings = placement_settings(self.config, self.mesh)
+        settings = placement_settings(self.config, self.mesh.device)
         division = divide_again(self.module, old.roster, old.placement.division, settings, self.mesh)
         made = old.recipe_of(self.module)
         called, alike = old.objective.of(self.module), self._normalised()

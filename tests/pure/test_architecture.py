@@ -210,6 +210,17 @@ def test_axes_are_asked_for_by_what_they_are_for() -> None:
     ] == []
 
 
+def test_one_file_below_the_engine_reads_the_config() -> None:
+    """Others get sections of it, or records of their own."""
+    apart = ("config/", "cli/", "job/", "compat/", "integrations/")
+    assert {file for file in importers("polyreme.config.Config") if not file.startswith(apart)} == {
+        "__init__.py",
+        "engine.py",
+        "simulation.py",
+        "step/settings.py",
+    }
+
+
 def test_every_module_says_what_is_in_it() -> None:
     assert [file for file, _, (module, *_) in sources() if not ast.get_docstring(module)] == []
 

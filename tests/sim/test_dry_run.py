@@ -20,6 +20,7 @@ from cover import ALL, cover
 from polyreme.config import Config
 from polyreme.placement.memory_model import working_set
 from polyreme.step.dry_run import place
+from polyreme.step.settings import run_settings
 
 MESHES = ({}, {"tp": 2}, {"pp": 2}, {"dp": 4}, {"tp": 2, "pp": 2})
 TIERS: dict[str, dict[str, Any]] = {
@@ -33,7 +34,7 @@ TIERS: dict[str, dict[str, Any]] = {
 
 
 def foreseen(rank: int, model: nn.Module, config: Config) -> dict[str, Any]:
-    placed = place(model, config, rank, torch.device("cpu"))
+    placed = place(model, run_settings(config, torch.device("cpu")), rank)
     works = working_set(placed.placement, config.zero.prefetch)
     works["states"] += placed.updates.nbytes
     return {"memory": placed.memory, "working set": works}

@@ -23,6 +23,7 @@ from polyreme.job import fit
 from polyreme.step import fit as step
 from polyreme.step.fit import GIB, USED, Fit
 from polyreme.step.kept import Kept, kept
+from polyreme.step.settings import run_settings
 
 LLAMA = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
 LLAMA |= {"num_hidden_layers": 4, "num_attention_heads": 4}
@@ -45,7 +46,7 @@ def test_what_is_kept_is_what_an_engine_measures(activations: str) -> None:
     ).resolve(1)
     with torch.device("meta"):
         model = models.build("gpt2", torch.float32)
-    found = kept(model, settings, training.SAMPLES, torch.device("cpu"))
+    found = kept(model, run_settings(settings).forward, training.SAMPLES, torch.device("cpu"))
     engine = polyreme.initialize(models.build("gpt2", torch.float32), settings)
     engine.train_step(models.batch_of("gpt2", training.SAMPLES))
     real = engine.memory()["activations"]

@@ -61,7 +61,7 @@ def resolved(mesh: Mapping[str, int], **more: Mapping[str, Any]) -> Config:
 def specs_of(model: nn.Module, config: Config, rank: int) -> dict[tuple[str, ...], list[BucketSpec]]:
     """The specs of one rank, of a model whose parameters are divided in place."""
     mesh = SimulatedMesh.of(config.axes, config.mesh.order, rank, CPU)
-    pipeline, settings = pipeline_rank(config, mesh), placement_settings(config, mesh)
+    pipeline, settings = pipeline_rank(config, mesh), placement_settings(config, mesh.device)
     made = recipe(model, config.optimizer, None)
     blocks: Sequence[str] = list(huggingface.find_blocks(model))
     partition = cut(model, None, len(pipeline.rank_of), settings, mesh)

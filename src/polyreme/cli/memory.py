@@ -54,13 +54,14 @@ def of_ranks(config: Config) -> list[RankMemory]:
     from polyreme.placement.memory_model import working_set
     from polyreme.planner.meta_model import expected
     from polyreme.step.dry_run import place
+    from polyreme.step.settings import run_settings
 
     sizes: dict[str, int] = {name: getattr(config.mesh, name) for name in config.mesh.order}
     found = []
     for at, rank in enumerate(lines(sizes, config.mesh.order, "pp")[0]):
         if (model := expected(config.model, config.data)) is None:
             return []
-        placed = place(model, config, rank)
+        placed = place(model, run_settings(config), rank)
         works = working_set(placed.placement, config.zero.prefetch)
         works["states"] += placed.updates.nbytes
         found.append(RankMemory(at, placed.parameters, placed.memory, works))

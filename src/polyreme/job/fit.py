@@ -13,10 +13,9 @@ from polyreme.config import Config
 from polyreme.distributed.mesh import everyone
 from polyreme.planner.meta_model import expected, meta_model
 from polyreme.step import fit as step
-from polyreme.step.dry_run import device_of_ranks
-from polyreme.step.fit import Fit, own_memory
-from polyreme.step.kept import kept
-from polyreme.step.settings import how_to_meet
+from polyreme.step.fit import Fit, derived, own_memory
+from polyreme.step.kept import device_of_ranks, kept
+from polyreme.step.settings import how_to_meet, refit, run_settings
 
 
 def memory_of_ranks(config: Config) -> int:
@@ -31,12 +30,15 @@ def agreed(config: Config, vocabulary: int) -> tuple[Config, list[str]]:
     if not config.leaves_micro:
         return config, []
     ranks = everyone(*how_to_meet(lambda: config))
-    config, said = step.agreed(config, ranks, lambda memory: fit(config, memory, vocabulary))
-    return config, [said] if said else []
+    micro, reason = step.agreed(ranks, lambda memory: fit(config, memory, vocabulary))
+    fitted = config.fitted(int(config.batch.micro) if micro is None else micro)
+    return fitted, [] if micro is None else [derived(int(fitted.batch.micro), reason)]
 
 
 def fit(config: Config, memory: int, vocabulary: int | None = None) -> Fit:
     """How many samples fit into `memory` bytes a rank, under a resolved config."""
+
+    run = run_settings(config)
 
     def make() -> nn.Module | None:
         return (
@@ -45,4 +47,4 @@ def fit(config: Config, memory: int, vocabulary: int | None = None) -> Fit:
             else meta_model(config.model, vocabulary)
         )
 
-    return step.fit(config, memory, make, lambda model: kept(model, config, int(config.batch.micro)))
+    return step.fit(run, refit(config), memory, make, lambda model: kept(model, run.forward, run.micro))

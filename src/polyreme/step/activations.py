@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from polyreme.config import Config
+from polyreme.config.schema import MemorySection
 from polyreme.models.patches import Patches
 from polyreme.offload.activations import ActivationOffload
 from polyreme.optim.sparse_rows import look_up_by_rows
@@ -20,27 +20,27 @@ from polyreme.step.recomputation import Saved, measure, wrap_blocks
 
 
 class Activations:
-    """The activations of a model's blocks, as the config's `memory` and `compile` say."""
+    """The activations of a model's blocks, as `memory` says; `compiles`: whether blocks are compiled."""
 
-    def __init__(self, config: Config, device: torch.device, patches: Patches) -> None:
+    def __init__(self, memory: MemorySection, compiles: bool, device: torch.device, patches: Patches) -> None:
         self.offload: ActivationOffload | None = None
         """Where the inputs of recomputed blocks are, if not on the device."""
-        if config.memory.activations not in ("keep", "recompute"):
-            where = str(config.memory.activations)
+        if memory.activations not in ("keep", "recompute"):
+            where = str(memory.activations)
             self.offload = ActivationOffload(device, None if where == "host" else Path(where))
-        self._config, self._device, self._patches = config, device, patches
+        self._memory, self._compiles, self._device, self._patches = memory, compiles, device, patches
         self._module = nn.Module()
         self._blocks: dict[str, nn.Module] | None = None
         self._recomputed: list[nn.Module] = []
         self._so_far = Saved()
-        self._first: Saved | None = Saved() if config.compile else None  # None before they are measured
+        self._first: Saved | None = Saved() if compiles else None  # None before they are measured
 
     def wrap(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         """Set the forwards of those of `blocks`, which are all that repeat in `module` now, that are new."""
         self._module = module
-        if self._device.type == "cpu" and not self._config.compile:
+        if self._device.type == "cpu" and not self._compiles:
             look_up_by_rows(module, self._patches)
-        memory, known = self._config.memory, {id(block) for block in (self._blocks or {}).values()}
+        memory, known = self._memory, {id(block) for block in (self._blocks or {}).values()}
         new = {name: block for name, block in blocks.items() if id(block) not in known}
         if new or self._blocks is None:
             self._recomputed += wrap_blocks(
@@ -49,7 +49,7 @@ class Activations:
                 memory.activations != "keep",
                 memory.recompute_every,
                 memory.recompute_save,
-                self._config.compile,
+                self._compiles,
                 self.offload,
                 self._patches,
             )

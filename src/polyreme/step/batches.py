@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.errors import BatchError, warn
 
@@ -33,32 +32,70 @@ class MicroBatch:
     weight: float | None = None
 
 
-def micro_batches(batch: Any, config: Config, first: bool) -> list[MicroBatch]:
+@dataclass(frozen=True)
+class Batching:
+    """How a global batch is cut: `size` samples over `ranks` data-parallel ranks, and the share of each into
+    micro-batches of `micro`. mean: what the loss is a mean over, as `batch.mean` says. fits: how many samples
+    of a micro-batch were found to fit."""
+
+    size: int
+    ranks: int
+    micro: int
+    mean: str
+    fits: int | None = None
+
+    @property
+    def share(self) -> int:
+        """Samples of a global batch on one rank."""
+        return self.size // self.ranks
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one optimizer step on one rank."""
+        return self.share // self.micro
+
+
+class Batches:
+    """How the batches of an engine are cut `now`: another way once it is found how many samples fit."""
+
+    def __init__(self, now: Batching, refit: Callable[[int | None], Batching]) -> None:
+        """refit: cuts them anew, with at most so many samples in a micro-batch."""
+        self.now, self._refit = now, refit
+
+    def fit(self, micro: int | None) -> None:
+        """Have micro-batches of at most so many samples; None: of as many as now. Raises ConfigError where a
+        step cannot have several."""
+        self.now = self._refit(micro)
+
+
+def micro_batches(batch: Any, batching: Batching, first: bool) -> list[MicroBatch]:
     """The micro-batches of a step: a list of them as they are, anything else cut along its samples into parts
     that differ by one at most.
 
-    Raises BatchError for more than batch.size / dp samples, or more than `config.accumulation` micro-batches;
-    in the `first` step of a run, where it is a mistake and no end of an epoch, for fewer, too."""
+    Raises BatchError for more than batch.size / dp samples, or more than `batching.accumulation`
+    micro-batches; in the `first` step of a run, where it is a mistake and no end of an epoch, for fewer,
+    too."""
     batch = plain_mappings(batch)
-    count, expected = config.accumulation, config.share
+    count, expected = batching.accumulation, batching.share
     if is_list(batch):
         if len(batch) > count or (first and len(batch) < count):
             raise BatchError(
                 f"train_step got a list of {len(batch)} micro-batches, but "
-                f"batch.size = {config.batch.size} over {config.data_parallel} "
-                f"ranks with batch.micro = {config.batch.micro} makes "
+                f"batch.size = {batching.size} over {batching.ranks} "
+                f"ranks with batch.micro = {batching.micro} makes "
                 f"{count}: give {count}, or change batch.size or batch.micro"
             )
-        return filled(micro_batches_of(batch, config), count)
+        return filled(micro_batches_of(batch, batching), count)
     if (size := leading_size(batch)) > expected or (first and size < expected):
         raise BatchError(
             f"this rank's share of the batch has {size} samples, but "
-            f"batch.size = {config.batch.size} over {config.data_parallel} "
+            f"batch.size = {batching.size} over {batching.ranks} "
             f"data-parallel ranks makes {expected}: change batch.size, or give each rank {expected}"
             + (" (only later steps may have fewer, as the last of an epoch)" if size < expected else "")
         )
     return filled(
-        [one for each in split(batch, min(size, count) or 1) for one in micro_batches_of(each, config)], count
+        [one for each in split(batch, min(size, count) or 1) for one in micro_batches_of(each, batching)],
+        count,
     )
 
 
@@ -72,7 +109,7 @@ def is_list(batch: Any) -> bool:
     )
 
 
-def micro_batches_of(batch: Any, config: Config) -> list[MicroBatch]:
+def micro_batches_of(batch: Any, batching: Batching) -> list[MicroBatch]:
     """A list's micro-batches, or the one that `batch` is. Raises BatchError for a list of none."""
     batch, found = plain_mappings(batch), []
     if isinstance(batch, list) and not batch:
@@ -80,17 +117,17 @@ def micro_batches_of(batch: Any, config: Config) -> list[MicroBatch]:
             "the batch is an empty list: a rank without samples gives tensors of none, such as batch[:0]"
         )
     for micro_batch in batch if is_list(batch) else [batch]:
-        samples = samples_of(micro_batch, config)
+        samples = samples_of(micro_batch, batching)
         found.append(
             MicroBatch(micro_batch if samples else pytree.tree_map_only(Tensor, _blank, micro_batch), samples)
         )
     return found
 
 
-def samples_of(micro_batch: Any, config: Config) -> int:
+def samples_of(micro_batch: Any, batching: Batching) -> int:
     """The samples of a micro-batch; batch.micro where that cannot be seen."""
     sizes = leading_sizes(micro_batch)
-    return sizes.pop() if len(sizes) == 1 else int(config.batch.micro)
+    return sizes.pop() if len(sizes) == 1 else batching.micro
 
 
 def filled(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:

@@ -7,22 +7,24 @@ of a model is read, and no memory, file or device is taken. Communication: none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from polyreme.config import Config
+from polyreme.config.schema import OptimizerSection
 from polyreme.distributed.mesh import SimulatedMesh
 from polyreme.models import huggingface
 from polyreme.models.wrappers import unwrap
 from polyreme.optim.groups import Recipe, recipe
+from polyreme.pipeline.rank import PipelineRank
+from polyreme.pipeline.schedule import Name
 from polyreme.placement.build import share_out
 from polyreme.placement.dividing import cut, divide
 from polyreme.placement.placement import Placement
-from polyreme.step.settings import pipeline_rank, placement_settings
+from polyreme.placement.settings import PlacementSettings
+from polyreme.step.kept import ForwardSettings
 from polyreme.zero.bucket_memory import staying
 from polyreme.zero.updates import Updates
 
@@ -55,32 +57,46 @@ class Placed:
         return here | self.placement.offload.elsewhere()
 
 
-def device_of_ranks() -> torch.device:
-    """The device that ranks on a machine like this one compute on."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@dataclass(frozen=True)
+class RunSettings:
+    """What decides, before there is a run, what each of its ranks has.
+
+    axes, order: of its mesh. schedule, virtual: of its pipeline. micro: samples of a micro-batch; share: of a
+    rank in a step."""
+
+    axes: Mapping[str, int]
+    order: Sequence[str]
+    schedule: Name
+    virtual: int
+    micro: int
+    share: int
+    optimizer: OptimizerSection
+    placement: PlacementSettings
+    forward: ForwardSettings
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a step on a rank."""
+        return self.share // self.micro
 
 
-def place(model: nn.Module, config: Config, rank: int, device: torch.device | None = None) -> Placed:
-    """What rank `rank` would have of `model`, which is on the meta device and is divided in place, under
-    `config`, resolved.
+def place(model: nn.Module, run: RunSettings, rank: int) -> Placed:
+    """What rank `rank` of a run would have of `model`, which is on the meta device and is divided in place.
 
     Raises what `initialize` would, of a model or a config that do not go together."""
-    mesh = SimulatedMesh.of(config.axes, config.mesh.order, rank, device or device_of_ranks(), False)
+    settings = run.placement
+    mesh = SimulatedMesh.of(run.axes, run.order, rank, settings.device, False)
     module = unwrap(model)
-    made: Recipe = recipe(module, config.optimizer, None)
-    pipeline = pipeline_rank(config, mesh)
+    made: Recipe = recipe(module, run.optimizer, None)
+    pipeline = PipelineRank.of(run.schedule, run.virtual, run.microbatches, mesh.pp)
     blocks: Mapping[str, nn.Module] = huggingface.find_blocks(module)
-    settings = placement_settings(config, mesh)
     partition = cut(module, None, len(pipeline.rank_of), settings, mesh)
     division = divide(module, partition, pipeline, settings, mesh)
     if partition is not None:
         blocks = partition.blocks_of(module, pipeline.mine)
     with FakeTensorMode(allow_non_fake_inputs=True):
         placement = share_out(module, blocks, made, division, settings, mesh)
-        states = config.optimizer.states
-        updates = Updates(
-            placement.trainable, placement.offload, made.groups, None if states == "fp32" else states
-        )
+        updates = Updates(placement.trainable, placement.offload, made.groups, settings.compact)
         for update in updates:
             update.state.allocate({slot.name: {"step": 1.0} for slot in update.state.slots()}, {})
     return Placed(module, blocks, placement, updates)

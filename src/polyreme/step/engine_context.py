@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyreme.checkpoint.save import Saver
-from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.step.activations import Activations
 from polyreme.step.loaders import Loaders
 from polyreme.step.optimizer_view import Source
 from polyreme.step.randomness import Randomness
+from polyreme.step.training_settings import TrainingSettings
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class EngineContext:
     """optimizer, scheduler: what the user gave. activations: which of a model's blocks have their forwards
     set. saver: writes checkpoints. shown: the optimizer as users see it."""
 
-    config: Config
+    settings: TrainingSettings
     mesh: Mesh
     optimizer: Any
     scheduler: Any

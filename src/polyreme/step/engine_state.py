@@ -32,7 +32,6 @@ from polyreme.checkpoint.reader import Need
 from polyreme.checkpoint.run_directory import RunDirectory
 from polyreme.checkpoint.save import Content, small_files
 from polyreme.checkpoint.sources import MASTER, MODEL, Source
-from polyreme.config import Config
 from polyreme.config.schema import SCALED
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import CheckpointError, ModelError, named, warn
@@ -45,6 +44,7 @@ from polyreme.placement.sharded_state import frozen, masters, saved, states
 from polyreme.step.loaders import Loaders
 from polyreme.step.randomness import Randomness
 from polyreme.step.step import Step
+from polyreme.step.training_settings import TrainingSettings
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.version import VERSION
 from polyreme.zero.bucket import Bucket
@@ -56,7 +56,7 @@ class EngineContents:
     """What an engine is to a checkpoint."""
 
     module: nn.Module
-    config: Config
+    settings: TrainingSettings
     mesh: Mesh
     placement: Placement
     updates: Sequence[Update]
@@ -80,7 +80,7 @@ class EngineContents:
         """The size of each axis of the mesh, and their order: where random numbers are the same."""
         return {
             **{name: axis.size for name, axis in self.mesh.axes.items()},
-            "order": list(self.config.mesh.order),
+            "order": list(self.settings.order),
         }
 
     def buffers(self) -> list[tuple[list[str], Tensor]]:
@@ -180,7 +180,7 @@ def content(
     """What this rank gives to a checkpoint; `adapters` to PEFT's files, if there are any. only: names
     of the tensors that it has, where these are not all. Raises CheckpointError for what a checkpoint
     cannot hold."""
-    module, config, mesh = contents.module, contents.config, contents.mesh
+    module, settings, mesh = contents.module, contents.settings, contents.mesh
     try:
         extra = json.loads(json.dumps(extra))  # the caller may change it while it is written
     except (TypeError, ValueError) as error:
@@ -188,9 +188,9 @@ def content(
     resume = Resume(
         state=contents.step.state_dict(),
         mesh=contents.layout(),
-        zero_stage=int(config.zero.stage),
+        zero_stage=int(settings.zero.stage),
         data={"loaders": contents.loaders.state_dict()},
-        config=config.model_dump(mode="json"),
+        config=settings.written(),
         versions={"polyreme": VERSION, "torch": torch.__version__},
         extra=extra,
     )
@@ -206,9 +206,9 @@ def content(
         small=partial(small_files, module, tokenizer, adapters),
         resume=resume,
         rng={name: base64.b64encode(state).decode() for name, state in _random_states(contents).items()},
-        limit=int(config.checkpoint.file_size),
+        limit=int(settings.checkpoint.file_size),
         # hosts do not see what others have written of a page, and would write it back
-        shared_files=config.checkpoint.shared_files and len(mesh.hosts) == 1,
+        shared_files=settings.checkpoint.shared_files and len(mesh.hosts) == 1,
         weights=MODEL if only is None else ADAPTERS,
         storages={parameter.untyped_storage().data_ptr() for parameter in module.parameters()} - {0},
     )
@@ -451,7 +451,7 @@ def _take(
 def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
     """Take over how far training has come, the random numbers and the place in the data. Returns what there
     is to say of that."""
-    config, notes, state = contents.config, [], resume.state
+    size, notes, state = contents.settings.batches.now.size, [], resume.state
     if resume.config.get("precision", {}).get("compute") not in SCALED:  # then 1 was no loss scale
         mine = contents.step.state_dict()
         state = {**state, **{key: mine[key] for key in ("loss_scale", "good_steps", "overflows")}}
@@ -459,9 +459,9 @@ def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
     notes += contents.step.load_state_dict({**state, "fits": fits})
     notes += _take_random_numbers(contents, resume)
     before = resume.config.get("batch", {}).get("size")
-    if before != config.batch.size:
+    if before != size:
         notes.append(
-            f"batch.size is {config.batch.size}, and was {before}: "
+            f"batch.size is {size}, and was {before}: "
             "steps count on, the data goes on at the sample where it was"
         )
     notes += contents.loaders.load_state_dict(resume.data.get("loaders", []))
@@ -481,7 +481,7 @@ def _take_random_numbers(contents: EngineContents, resume: Resume) -> list[str]:
         own = resume.rng.get("0")
         if own is None or any(each.get("cpu") != own.get("cpu") for each in resume.rng.values()):
             # alike on the ranks of a tp or pp line
-            torch.manual_seed(contents.config.seed + mesh.data.rank + 1_000_003 * contents.step.state.step)
+            torch.manual_seed(contents.settings.seed + mesh.data.rank + 1_000_003 * contents.step.state.step)
             return notes
     try:
         cuda = _bytes(own["cuda"]) if mesh.device.type == "cuda" and "cuda" in own else None
@@ -511,13 +511,11 @@ def _count_on(contents: EngineContents, source: Source) -> list[str]:
             "the checkpoint does not say how many steps it has "
             "behind it: the learning rate's schedule begins anew"
         ]
-    samples = steps * contents.config.batch.size
+    size = contents.settings.batches.now.size
+    samples = steps * size
     known = {"step": steps, "samples": samples, "options": {}, "skipped": {}, **getattr(source, "scale", {})}
     contents.step.load_state_dict({**contents.step.state_dict(), **known})
-    return [
-        f"goes on after {steps} steps, of batch.size = "
-        f"{contents.config.batch.size}; random numbers and the data begin anew"
-    ]
+    return [f"goes on after {steps} steps, of batch.size = {size}; random numbers and the data begin anew"]
 
 
 def _own_generators(contents: EngineContents) -> dict[str, torch.Generator]:

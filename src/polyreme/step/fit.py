@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from polyreme.config import Config
 from polyreme.config.schema import is_files, tiers_of
 from polyreme.config.validate import divisors
 from polyreme.distributed.mesh import Axis, Mesh
@@ -34,10 +33,9 @@ from polyreme.pipeline.profile import copy_to
 from polyreme.pipeline.schedule import build, peak_activations, stage_ranks
 from polyreme.placement.memory_model import working_set
 from polyreme.step.batches import MicroBatch
-from polyreme.step.dry_run import device_of_ranks, place
-from polyreme.step.kept import Kept, kept_by
+from polyreme.step.dry_run import RunSettings, place
+from polyreme.step.kept import Kept, device_of_ranks, kept_by
 from polyreme.step.loss import Objective
-from polyreme.step.precision import DTYPES
 
 USED = 0.85
 """What of a rank's memory is planned with: operators, the allocator and libraries have the rest."""
@@ -72,36 +70,43 @@ def own_memory() -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host.total()
 
 
-def agreed(config: Config, ranks: Axis | Mesh, find: Callable[[int], Fit]) -> tuple[Config, str]:
-    """The resolved config with micro-batches that fit, by what rank 0 finds for the least memory of a rank;
-    and why, where they are fewer samples than the rule without memory says. All ranks must call."""
+def agreed(ranks: Axis | Mesh, find: Callable[[int], Fit]) -> tuple[int | None, str]:
+    """How many samples of a micro-batch fit, by what rank 0 finds for the least memory of a rank, and why;
+    None for as many as the rule without memory says. All ranks must call."""
     told = ranks.gather_objects([f"{socket.gethostname()} {boot()}", own_memory()])
     shared = Counter(name for name, _ in told) if device_of_ranks().type == "cpu" else Counter()
     memory = min(size // max(shared[name], 1) for name, size in told)
     found = find(memory) if ranks.rank == 0 else Fit(None, "")
     micro, reason = ranks.gather_objects([found.micro, found.reason])[0]
-    fitted = config.fitted(int(config.batch.micro) if micro is None else micro)
-    return fitted, "" if micro is None else f"batch.micro = {fitted.batch.micro} is derived: {reason}"
+    return micro, reason
+
+
+def derived(micro: int, reason: str) -> str:
+    """What there is to say of micro-batches of so many samples, where these are fewer than without memory."""
+    return f"batch.micro = {micro} is derived: {reason}"
 
 
 Make = Callable[[], nn.Module | None]
 Look = Callable[[nn.Module], Kept | str]
+Refit = Callable[[int], RunSettings]
+"""Settings with micro-batches of at most so many samples. Raises ConfigError where a step cannot have
+several."""
 
 
-def fit(config: Config, memory: int, make: Make, look: Look) -> Fit:
-    """How many samples fit into `memory` bytes a rank, under a resolved config.
+def fit(run: RunSettings, refit: Refit, memory: int, make: Make, look: Look) -> Fit:
+    """How many samples fit into `memory` bytes a rank, at most as many as a micro-batch of `run` has.
 
     make: makes the model, on the meta device, where it is known; look: what a micro-batch of as many samples
-    as the config has keeps of one, which it may change."""
+    as that has keeps of one, which it may change."""
     try:
-        return _fit(config, int(memory * USED), memory, make, look)
+        return _fit(run, refit, int(memory * USED), memory, make, look)
     except Exception as error:  # other ranks wait; what is wrong is raised again where it belongs to
         lines = str(error).splitlines() or [type(error).__name__]
         return Fit(None, f"what fits is not known: {lines[min(1, len(lines) - 1)].strip(' -')}")
 
 
-def _fit(config: Config, room: int, memory: int, make: Make, look: Look) -> Fit:
-    most, of = int(config.batch.micro), f"of {memory / GIB:.3g} GiB"
+def _fit(run: RunSettings, refit: Refit, room: int, memory: int, make: Make, look: Look) -> Fit:
+    most, of = run.micro, f"of {memory / GIB:.3g} GiB"
     model = make()
     if model is None:
         return Fit(None, f"{UNKNOWN.reason}, as the model is not")
@@ -109,14 +114,14 @@ def _fit(config: Config, room: int, memory: int, make: Make, look: Look) -> Fit:
     found = look(model)
     if isinstance(found, str):
         return Fit(None, f"what fits is not known: {found}")
-    own = _activations(config, found, 1.0)
+    own = _activations(run, found, 1.0)
     if numbers * AT_MOST + own <= room:  # nothing more has to be known of a small model
         return Fit(None, f"all fits: {_samples(most)} {own / GIB:.3g} GiB {of}")
     states: dict[bool, int] = {}
     needed = 0
-    for micro in sorted(n for n in divisors(config.share) if n <= most)[::-1]:
-        tried = config if micro == most else config.fitted(micro)
-        several = tried.accumulation > 1
+    for micro in sorted(n for n in divisors(run.share) if n <= most)[::-1]:
+        tried = run if micro == most else refit(micro)
+        several = tried.microbatches > 1
         if several not in states:
             states[several] = _states(tried, make)
         own = _activations(tried, found, micro / most)
@@ -131,36 +136,35 @@ def _samples(number: int) -> str:
     return "1 sample keeps" if number == 1 else f"{number} samples keep"
 
 
-def _states(config: Config, make: Make) -> int:
+def _states(run: RunSettings, make: Make) -> int:
     """The most bytes that a rank has of the model and takes for a step, beside activations: of the first
     stage's rank and the last one's."""
-    sizes: dict[str, int] = {name: getattr(config.mesh, name) for name in config.mesh.order}
-    line = lines(sizes, config.mesh.order, "pp")[0]
+    line = lines(run.axes, run.order, "pp")[0]
     found = []
     for rank in {line[0], line[-1]}:
         model = make()
         assert model is not None
-        placed = place(model, config, rank)
-        works = working_set(placed.placement, config.zero.prefetch)
+        placed = place(model, run, rank)
+        works = working_set(placed.placement, run.placement.zero.prefetch)
         near = placed.placement.device.type == "cpu"  # where tiers are in the same memory
         counted = works["parameters"] + works["gradients"] + works["states"] + near * works["tiers"]
         found.append(counted + placed.updates.nbytes + placed.memory["buffers"])
     return max(found)
 
 
-def _activations(config: Config, whole: Kept, share: float) -> int:
+def _activations(run: RunSettings, whole: Kept, share: float) -> int:
     """The most bytes that a rank keeps for backwards, of a `share` of the samples of which a model that is
     not divided keeps `whole`.
 
     Over tensor parallelism what is outside its layers stays whole: 10 of 34 parts of a block (Korthikanti et
     al., 2022, arXiv:2205.05198, section 4.1)."""
-    mesh, pipeline = config.mesh, config.pipeline
-    part = 1 / mesh.tp if mesh.sequence_parallel else (10 + 24 / mesh.tp) / 34
-    if mesh.pp > 1:
-        stages = len(stage_ranks(config.schedule, mesh.pp, pipeline.virtual))
-        table = build(config.schedule, mesh.pp, config.accumulation, pipeline.virtual)
+    tp, pp = run.axes["tp"], run.axes["pp"]
+    part = 1 / tp if run.placement.sequence_parallel else (10 + 24 / tp) / 34
+    if pp > 1:
+        stages = len(stage_ranks(run.schedule, pp, run.virtual))
+        table = build(run.schedule, pp, run.microbatches, run.virtual)
         part *= max(peak_activations(row) for row in table) / stages
-    return int(share * part * whole.bytes + share * 2 * whole.largest / mesh.tp)
+    return int(share * part * whole.bytes + share * 2 * whole.largest / tp)
 
 
 class FirstBatch:
@@ -170,8 +174,8 @@ class FirstBatch:
     Only of models whose modules are all of `KNOWN` packages: forwards of a script's own may keep what they
     make, such as a mask, and would meet tensors without numbers there later."""
 
-    def __init__(self, module: nn.Module, config: Config) -> None:
-        self._config, self._dtype = config, DTYPES[config.precision.compute]
+    def __init__(self, module: nn.Module, run: RunSettings, refit: Refit) -> None:
+        self._run, self._refit, self._dtype = run, refit, run.placement.formats.compute
         self._model: nn.Module | None = None
         for each in module.modules():
             if type(each).__module__.partition(".")[0] not in KNOWN or "forward" in vars(each):
@@ -184,10 +188,12 @@ class FirstBatch:
 
     def fit(self, memory: int, batch: MicroBatch, objective: Objective) -> Fit:
         """See `fit`. batch: the first micro-batch of the first step."""
-        model, config = self._model, self._config
-        in_files = is_files(tiers_of(config.memory.gradients)[0])  # they have space for one micro-batch
-        is_whole = batch.samples == config.batch.micro
-        if model is None or not is_whole or (in_files and config.accumulation == 1):
+        model, run = self._model, self._run
+        in_files = is_files(
+            tiers_of(run.placement.memory.gradients)[0]
+        )  # they have space for one micro-batch
+        is_whole = batch.samples == run.micro
+        if model is None or not is_whole or (in_files and run.microbatches == 1):
             return UNKNOWN
         sizes = [(max(p.shape, default=1), p.numel()) for p in model.parameters()]
         width, numbers = map(sum, zip(*sizes, strict=True))
@@ -196,9 +202,8 @@ class FirstBatch:
             return Fit(None, "all fits")
         # transformers draws from both; fake tensors draw nothing from torch's
         drawn = random.getstate(), np.random.get_state()
-        found = fit(
-            config, memory, partial(copy_to, META, self._dtype, model), partial(self._look, batch, objective)
-        )
+        make = partial(copy_to, META, self._dtype, model)
+        found = fit(run, self._refit, memory, make, partial(self._look, batch, objective))
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
         return found
@@ -220,4 +225,4 @@ class FirstBatch:
             # a script's loss_fn is to see numbers; most keep one copy of what they get
             return [each.float().log_softmax(-1) for each in tensors_in(output) if each.is_floating_point()]
 
-        return kept_by(model, self._config, device_of_ranks(), call)
+        return kept_by(model, self._run.forward, device_of_ranks(), call)

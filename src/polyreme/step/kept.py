@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyreme.config import Config
+from polyreme.config.schema import MemorySection
 from polyreme.errors import PolyremeError
 from polyreme.models import huggingface
 from polyreme.models.huggingface import tensors_in
 from polyreme.models.wrappers import unwrap
-from polyreme.step.dry_run import device_of_ranks
 from polyreme.step.precision import DTYPES, autocast
 from polyreme.step.recomputation import overloads
 
@@ -37,11 +36,28 @@ class Kept:
     largest: int
 
 
-def kept(model: nn.Module, config: Config, samples: int, device: torch.device | None = None) -> Kept | str:
+def device_of_ranks() -> torch.device:
+    """The device that ranks on a machine like this one compute on."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class ForwardSettings:
+    """How forwards are computed, as `precision.compute` says, what is kept of them, as `memory` does, and how
+    many tokens the samples have."""
+
+    compute: str
+    memory: MemorySection
+    sequence: int
+
+
+def kept(
+    model: nn.Module, settings: ForwardSettings, samples: int, device: torch.device | None = None
+) -> Kept | str:
     """What a micro-batch of so many samples keeps of all of `model`, which is on the meta device and is
     changed; or why that cannot be told."""
     module = unwrap(model).train()
-    batch: Any = huggingface.sample_batch(module, 1, config.data.sequence)
+    batch: Any = huggingface.sample_batch(module, 1, settings.sequence)
     if batch is None:
         return "only Hugging Face models of texts or images are known to take what"
 
@@ -49,16 +65,16 @@ def kept(model: nn.Module, config: Config, samples: int, device: torch.device | 
         inputs = {name: fake(value, samples, *value.shape[1:]) for name, value in batch.items()}
         return module(**huggingface.training_arguments(module), **inputs)
 
-    return kept_by(module, config, device or device_of_ranks(), call)
+    return kept_by(module, settings, device or device_of_ranks(), call)
 
 
 def kept_by(
-    module: nn.Module, config: Config, device: torch.device, call: Callable[[Any], Any]
+    module: nn.Module, settings: ForwardSettings, device: torch.device, call: Callable[[Any], Any]
 ) -> Kept | str:
     """The same of what `call` calls `module` with. It is given a function of a tensor, and of another shape
     where that is wanted, which makes a fake one."""
-    dtype = DTYPES[config.precision.compute]
-    counting = _Counting(config, list(huggingface.find_blocks(module).values()))
+    dtype = DTYPES[settings.compute]
+    counting = _Counting(settings.memory, list(huggingface.find_blocks(module).values()))
 
     def fake(tensor: Tensor, *shape: int) -> Tensor:
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
@@ -67,7 +83,7 @@ def kept_by(
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True  # the reason is enough
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), autocast(config.precision.compute, device):
+        with FakeTensorMode(allow_non_fake_inputs=True), autocast(settings.compute, device):
             _replace(module, fake)
             with counting.forward(module.parameters()):
                 call(fake)
@@ -98,8 +114,7 @@ class _Counting:
     """Counts storages that a forward keeps, each once: those of recomputed blocks by block, others, blocks'
     inputs among them, together."""
 
-    def __init__(self, config: Config, blocks: list[nn.Module]) -> None:
-        memory = config.memory
+    def __init__(self, memory: MemorySection, blocks: list[nn.Module]) -> None:
         self._again = blocks[:: memory.recompute_every] if memory.activations != "keep" else []
         # else they are in host memory or in files
         self._keeps_inputs = memory.activations == "recompute"

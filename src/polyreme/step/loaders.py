@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.distributed.mesh import Mesh
 from polyreme.errors import BatchError, DataError
@@ -18,8 +17,9 @@ class Loaders:
     """The loaders without an end that an engine has made, in their order, and where those begin that are
     still to be made."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        self._config, self._mesh = config, mesh
+    def __init__(self, mesh: Mesh, size: int, seed: int, shuffle: bool) -> None:
+        """size: of a global batch, in samples. seed, shuffle: of those that are given none."""
+        self._mesh, self._size, self._seed, self._shuffle = mesh, size, seed, shuffle
         self._made: list[Loader] = []
         self._coming: list[Mapping[str, Any]] = []
 
@@ -27,9 +27,9 @@ class Loaders:
         """See `Engine.loader`."""
         data = self._mesh.data
         defaults = {
-            "batch_size": self._config.batch.size,
-            "seed": self._config.seed,
-            "shuffle": self._config.data.shuffle,
+            "batch_size": self._size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
             "pin": self._mesh.device.type == "cuda",
         }
         known = inspect.signature(Loader).parameters.keys() - {"dataset", "rank", "world"}
@@ -37,7 +37,7 @@ class Loaders:
             raise BatchError(
                 f"engine.loader has no option {unknown[0]}, but {', '.join(sorted(known))} (workers are "
                 "threads). For torch's own, as processes, iterate over torch.utils.data.DataLoader(dataset, "
-                f"{self._config.batch.size // data.size}, sampler=DistributedSampler(dataset, "
+                f"{self._size // data.size}, sampler=DistributedSampler(dataset, "
                 "engine.mesh.dp.size, engine.mesh.dp.rank), drop_last=True, num_workers=...)"
             )
         made = Loader(dataset, rank=data.rank, world=data.size, **{**defaults, **options})

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
-from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.watch import collective
 from polyreme.errors import ModelError, OrderError, warn
@@ -80,7 +79,7 @@ class ModuleFace:
     module: nn.Module
     mesh: Mesh
     _training: Training
-    config: Config
+    config: Any
     state: Any
     _parameter_count: int
     _take_in_writes: Callable[[], None]

@@ -25,11 +25,10 @@ from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Action, next_backwards
 from polyreme.step.batches import MicroBatch, filled, is_list, micro_batches, micro_batches_of
 from polyreme.step.engine_context import EngineContext
-from polyreme.step.fit import UNKNOWN, FirstBatch, agreed
+from polyreme.step.fit import UNKNOWN, FirstBatch, agreed, derived
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import Unrecorded, of_no_engine, refuse_penalty
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
-from polyreme.step.settings import pipeline_rank
 from polyreme.step.step import Step
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.gather import Blocks
@@ -60,7 +59,7 @@ class Passes:
         """stages: how to run each stage of this rank. first: what is still to tell how batches are cut, if
         something is."""
         mesh = context.mesh
-        self._config, self._mesh, self._randomness = context.config, mesh, context.randomness
+        self._settings, self._mesh, self._randomness = context.settings, mesh, context.randomness
         self._objective, self._activations = objective, context.activations
         self._step, self._blocks, self._first = step, blocks, first
         self._follow(pipeline)
@@ -90,20 +89,19 @@ class Passes:
         if self._first is None:
             return found
         first = partial(self._first.fit, batch=found[0], objective=self._objective)
-        self._first, config, before = None, self._config, self._config.accumulation
-        if self._step.fits is not None:
-            fitted, said = config.fitted(self._step.fits), ""
-        else:
-            fitted, said = agreed(config, self._mesh, (lambda _: UNKNOWN) if is_list(batch) else first)
-        if said:
-            warn(said, every=True)
-        config.recut(fitted)
-        if (count := config.accumulation) == before:
+        self._first, batches, reason = None, self._settings.batches, ""
+        before, fits = batches.now.accumulation, self._step.fits
+        if fits is None:
+            fits, reason = agreed(self._mesh, (lambda _: UNKNOWN) if is_list(batch) else first)
+        batches.fit(fits)
+        if reason and fits is not None:
+            warn(derived(batches.now.micro, reason), every=True)
+        if (count := batches.now.accumulation) == before:
             return found
-        self._follow(pipeline_rank(config, self._mesh))
-        self._objective.cut(is_split=True, share=1 / count if config.batch.mean == "ranks" else None)
+        self._follow(self._settings.pipeline())
+        self._objective.cut(is_split=True, share=1 / count if batches.now.mean == "ranks" else None)
         self._step.count_microbatches(recut=True)
-        return micro_batches(batch, config, first=False)
+        return micro_batches(batch, batches.now, first=False)
 
     @contextmanager
     def step(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Row]:
@@ -170,14 +168,14 @@ class Passes:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """The context of a forward and its loss."""
-        states = None if self._config.compile else self._step.states  # what watches would be compiled
+        states = None if self._settings.compiles else self._step.states  # what watches would be compiled
         watching = nullcontext() if states is None else states.watching()
-        with autocast(self._config.precision.compute, self._mesh.device), watching:
+        with autocast(self._settings.precision.compute, self._mesh.device), watching:
             yield
 
     def _look(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
         """The forwards of an evaluation; on the last stage, `take(micro-batch, output)` of each."""
-        micro_batches = micro_batches_of(batch, self._config)
+        micro_batches = micro_batches_of(batch, self._settings.batches.now)
         counts: list[Any] = self._mesh.data.gather_objects(len(micro_batches))
         calls = Calls(
             lambda action: self._blocks.at(action.stage, action.microbatch or 0),
@@ -215,7 +213,7 @@ class Passes:
 
     def _watched(self, output: Any) -> AbstractContextManager[object]:
         """Refuses what a script's loss in a pipeline reads without a graph."""
-        if self._looked or self._objective.is_own or self._config.compile:
+        if self._looked or self._objective.is_own or self._settings.compiles:
             return nullcontext()
         return Unrecorded(self._of_blocks, huggingface.tensors_in(output))
 

@@ -3,26 +3,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from polyreme.config import Config
+from polyreme.config.schema import is_files, tiers_of
 from polyreme.deferred_init.replay import Recording
 from polyreme.distributed.mesh import Mesh
+from polyreme.layout.mesh_axes import ROLES
 from polyreme.models.buffers import BufferSettings
 from polyreme.optim.groups import Recipe
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.opening import Model, open_model
 from polyreme.placement.settings import PlacementSettings
-from polyreme.step.accumulation import accumulation_of
+from polyreme.step.batches import Batches, Batching
+from polyreme.step.dry_run import RunSettings
+from polyreme.step.fit import FirstBatch
+from polyreme.step.kept import ForwardSettings, device_of_ranks
 from polyreme.step.loss import LossFn, Objective
 from polyreme.step.loss_graph import refuse_tables
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype, warn_of_default
+from polyreme.step.training_settings import TrainingSettings
 from polyreme.zero.formats import Formats
+from polyreme.zero.gradient_sums import Accumulation
 
 
 def how_to_meet(load: Callable[[], Config]) -> tuple[timedelta, timedelta, str]:
@@ -46,15 +55,42 @@ def opened(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recordi
     return found
 
 
-def placement_settings(config: Config, mesh: Mesh) -> PlacementSettings:
+def accumulation_of(config: Config, several: bool) -> Accumulation:
+    """How one micro-batch, or `several`, are added up on the ranks of a resolved config. Where nothing is
+    summed, reduced gradients have the format that they come in."""
+    compute, reduce = DTYPES[config.precision.compute], DTYPES[config.precision.reduce]
+    if not several:
+        alone = math.prod(config.axes.values()) == 1
+        return Accumulation("whole", compute, compute if alone else reduce, several=False)
+    host = tiers_of(config.memory.states)[0] != ["device"]
+    # then nothing that grows with the model stays on the device
+    offloaded = host and tiers_of(config.memory.params)[0] != ["device"]
+    offloaded = offloaded or is_files(tiers_of(config.memory.gradients)[0])
+    each = _reduces_each(config)
+    if offloaded and (each or _ranks(config) == 1):
+        return Accumulation("stored", compute, reduce)
+    return Accumulation("reduced", compute, reduce) if each else Accumulation("whole", reduce, reduce)
+
+
+def _ranks(config: Config) -> int:
+    """How many ranks share the tokens of a batch."""
+    return math.prod(config.axes[name] for name in ROLES["loss"])
+
+
+def _reduces_each(config: Config) -> bool:
+    """Whether the gradients of each of several micro-batches are reduced."""
+    return config.zero.reduce_every == "microbatch" and _ranks(config) > 1
+
+
+def placement_settings(config: Config, device: torch.device) -> PlacementSettings:
     """How a model is placed, for a resolved config."""
     dtype, section = DTYPES[config.precision.compute], config.mesh
     return PlacementSettings(
-        mesh.device,
+        device,
         Formats(dtype, master_dtype(dtype), config.zero.quantized_weights),
         config.zero,
         config.memory,
-        accumulation_of(config, mesh, several=config.accumulation > 1),
+        accumulation_of(config, several=config.accumulation > 1),
         None if config.optimizer.states == "fp32" else config.optimizer.states,
         config.pipeline.blocks,
         (int(config.batch.micro), config.data.sequence),
@@ -63,14 +99,66 @@ def placement_settings(config: Config, mesh: Mesh) -> PlacementSettings:
     )
 
 
+def run_settings(config: Config, device: torch.device | None = None) -> RunSettings:
+    """What each rank has, for a resolved config, on ranks that compute on `device`, or as on this machine."""
+    return RunSettings(
+        config.axes,
+        config.mesh.order,
+        config.schedule,
+        config.pipeline.virtual,
+        int(config.batch.micro),
+        config.share,
+        config.optimizer,
+        placement_settings(config, device or device_of_ranks()),
+        ForwardSettings(config.precision.compute, config.memory, config.data.sequence),
+    )
+
+
+def refit(config: Config) -> Callable[[int], RunSettings]:
+    """What ranks have where micro-batches have fewer samples than the config's."""
+    return lambda micro: run_settings(config.fitted(micro))
+
+
+def first_batch(module: nn.Module, config: Config) -> FirstBatch | None:
+    """What tells how many samples fit, where the config leaves that open."""
+    return FirstBatch(module, run_settings(config), refit(config)) if config.leaves_micro else None
+
+
 def pipeline_rank(config: Config, mesh: Mesh) -> PipelineRank:
     """What this rank does in a pipeline."""
     return PipelineRank.of(config.schedule, config.pipeline.virtual, config.accumulation, mesh.pp)
 
 
-def buffer_settings(config: Config) -> BufferSettings:
-    """What becomes of buffers that forwards change."""
-    return BufferSettings(config.buffers, config.origins["buffers"] != "default", config.batch_norm)
+def training_settings(config: Config, mesh: Mesh) -> TrainingSettings:
+    """How a model is trained. Where fewer samples fit than a micro-batch of the config has, it changes,
+    too."""
+
+    def refit(micro: int | None) -> Batching:
+        config.recut(config.fitted(int(config.batch.micro) if micro is None else micro))
+        return _batching(config)
+
+    return TrainingSettings(
+        Batches(_batching(config), refit),
+        lambda: pipeline_rank(config, mesh),
+        accumulation_of(config, several=True),
+        _reduces_each(config),
+        config.seed,
+        config.mesh.order,
+        config.compile,
+        config.mesh.sequence_parallel,
+        config.zero,
+        config.optimizer,
+        config.lr_schedule,
+        config.precision,
+        config.checkpoint,
+        BufferSettings(config.buffers, config.origins["buffers"] != "default", config.batch_norm),
+        lambda: config.model_dump(mode="json"),
+    )
+
+
+def _batching(config: Config) -> Batching:
+    batch = config.batch
+    return Batching(batch.size, config.data_parallel, int(batch.micro), batch.mean, config.fits)
 
 
 def objective(

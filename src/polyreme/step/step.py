@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme.config import Config
 from polyreme.errors import BatchError, ModelError, OrderError, warn
 from polyreme.models.buffers import Buffers
 from polyreme.optim.sparse_rows import gradients_by_rows
@@ -31,6 +30,7 @@ from polyreme.step.precision import DTYPES, clip_factor, loss_scale, master_dtyp
 from polyreme.step.progress import State, TrainingProgress
 from polyreme.step.replicas import looks
 from polyreme.step.totals import Flags, StepSums, power_of_two
+from polyreme.step.training_settings import TrainingSettings
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.gather import Blocks
 from polyreme.zero.parameter import own
@@ -78,7 +78,7 @@ class Step:
 
     def __init__(
         self,
-        config: Config,
+        settings: TrainingSettings,
         sums: StepSums,
         placement: Placement,
         reducer: Reducer,
@@ -88,8 +88,8 @@ class Step:
         clips_unasked: bool,
     ) -> None:
         """`clips_unasked`: clipping is to be told of, once it happens."""
-        self.progress = TrainingProgress(sums.options, loss_scale(config.precision))
-        self.order = Order(Plan(config.accumulation))
+        self.progress = TrainingProgress(sums.options, loss_scale(settings.precision))
+        self.order = Order(Plan(settings.batches.now.accumulation))
         """What this step has had, and what may come."""
         self.given: set[Tensor] = set()
         """Parameters whose `.grad` a script set, in the place of a backward."""
@@ -104,15 +104,16 @@ class Step:
         """What the user did to parameters between steps."""
         self.states = reducer.states
         """Which gradients are whole, under tensor parallelism."""
-        self._nonfinite = NonFinite(config.precision, self.progress, sums.mesh.rank == 0)
-        self._config, self._sums = config, sums
+        self._nonfinite = NonFinite(settings.precision, self.progress, sums.mesh.rank == 0)
+        self._settings, self._cut, self._sums = settings, settings.batches, sums
         self._placement, self._buckets = placement, placement.trainable
         self._reducer, self._blocks, self._updates, self.buffers = reducer, blocks, updates, buffers
         self._left_out = any(
             p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
         )
         # until it has looked, or told
-        self._looks, self._clips_unasked = config.accumulation * sums.mesh.world_size > 1, clips_unasked
+        self._looks = settings.batches.now.accumulation * sums.mesh.world_size > 1
+        self._clips_unasked = clips_unasked
         for bucket in self._buckets:
             own(bucket.parameters, self)
         self.begin()
@@ -141,7 +142,7 @@ class Step:
         given_gradients.take(self.given)
         self._scaled = False  # the coming backward of the user's is of what `scale` returned
         self._rescaled = False  # gradients were set, and their norm is not taken yet
-        self._clip = self._config.optimizer.clip
+        self._clip = self._settings.optimizer.clip
         self._sums.clear()
         self._factor: float | None = None  # see `root`
         self._watched: bool | None = None  # whether parameters or modules have hooks, once looked at
@@ -157,36 +158,37 @@ class Step:
             raise BatchError(
                 "set_boundary on stages of a pipeline, whose schedule has batch.size: leave it out"
             )
-        plan = Plan(self._config.accumulation, is_last, extend, own)
+        plan = Plan(self._cut.now.accumulation, is_last, extend, own)
         if not is_last and (self.order.is_over or (self.begun and not has_room(self._placement))):
             self._extend(plan)
         elif not is_last:
-            make_room(self._placement, self._config, self._sums.mesh)
+            make_room(self._placement, self._settings)
         self.order.plan = plan
         if not self.order.is_over:
             self._reducer.expect(plan.to_come)
 
     def _extend(self, plan: Plan) -> None:
         """Let a step that has had its last backward have another one, if `plan` has that."""
-        limit = self._sums.limit(self.order.microbatches, self._config)
+        limit = self._sums.limit(self.order.microbatches, self._cut.now)
         self.order.extend(plan, _ENDED if plan.announced else _ONE_TOO_MANY.format(limit))
-        keep_adding(self._placement, self._config, self._sums.mesh)
+        keep_adding(self._placement, self._settings)
         self._reducer.expect(plan.to_come)
 
     def count_microbatches(self, recut: bool = False) -> None:
         """Let the config's count of micro-batches say again where a step ends; `recut`: which are of fewer
         samples now. Between steps."""
         if recut:
-            make_room(self._placement, self._config, self._sums.mesh)
+            make_room(self._placement, self._settings)
             self._looks = True
         if recut or self.order.plan.announced:
-            self.order.plan = Plan(self._config.accumulation)
+            self.order.plan = Plan(self._cut.now.accumulation)
             self._reducer.restart(self.order.plan.to_come)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can
         hold it."""
-        return {**self.progress.state_dict(), "hint": self._sums.hint, "fits": self._config.fits or self.fits}
+        fits = self._cut.now.fits or self.fits
+        return {**self.progress.state_dict(), "hint": self._sums.hint, "fits": fits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on from what `state_dict` gave. Returns what there is to say of the optimizer's options."""
@@ -240,7 +242,7 @@ class Step:
     def complete(self, call: str, last: bool) -> None:
         """End the backwards of a step; those of micro-batches that it does not have differentiate nothing.
         Raises OrderError where that is too early for `call`. last: see `Engine.step`."""
-        done, order, batch = given_gradients.backwards(self), self.order, self._config.batch
+        done, order, batch = given_gradients.backwards(self), self.order, self._cut.now
         count = order.plan.microbatches
         if done != count and not ((last or order.plan.announced) and done):
             early = _EARLY.format(call, done, batch.size, self._sums.mesh.data.size, batch.micro, count)
@@ -265,7 +267,7 @@ class Step:
             )
         self._admit()
         self._look_at([] if loss is None else [loss])
-        self._sums.count(weight, tokens, samples, self._config.accumulation)
+        self._sums.count(weight, tokens, samples, self._cut.now.accumulation)
         if loss is None:
             self._sums.add_loss(None)
         elif weight:
@@ -305,7 +307,7 @@ class Step:
 
         Where parameters or modules have hooks, or no optimizer takes gradients, these are of the mean loss as
         without an engine, and scaled when they are taken. In a pipeline only the last stage knows by what."""
-        self._sums.count(weight * last, tokens * last, samples * last, self._config.accumulation)
+        self._sums.count(weight * last, tokens * last, samples * last, self._cut.now.accumulation)
         self._sums.add_loss(loss_sum)
         self._labelled = bool(weight)
         if self._watched is None:
@@ -412,11 +414,11 @@ class Step:
         for bucket in self._buckets:
             bucket.settle()
         if totals.buffers or self.buffers.is_due():
-            self.buffers.find(totals.samples, totals.tokens, self._config.accumulation)
+            self.buffers.find(totals.samples, totals.tokens, self._cut.now.accumulation)
         if totals.written:
             self.written.take_in()
         if not skipped:
-            skips = self._config.optimizer.unused == "skip" and self._buckets
+            skips = self._settings.optimizer.unused == "skip" and self._buckets
             unused = _unused(self._buckets, self._sums) if totals.missing and skips else {}
             factor = self.to_mean * (_clipping(self, norm) if totals.is_finite else 1.0)
             self._updates.step(factor, self.progress.options.groups, unused, self.state.step)
@@ -452,7 +454,7 @@ class Step:
         if self._rescaled:
             self._sums.measure(self._squares())
             self._rescaled = False
-        return self._sums.norm(self._scale, master_dtype(DTYPES[self._config.precision.compute]))
+        return self._sums.norm(self._scale, master_dtype(DTYPES[self._settings.precision.compute]))
 
     def plateau(self, metric: float) -> float:
         """See `Engine.plateau`."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.optim.options import Options
 from polyreme.placement.full_parameters import Written
+from polyreme.step.batches import Batching
 from polyreme.step.like_options import compare, fingerprint
 from polyreme.step.precision import norm_of
 from polyreme.step.replicas import Replicas
@@ -99,13 +99,13 @@ class StepSums:
         self._weight = 0.0
         self._tokens = self._samples = self._unseen = 0
 
-    def limit(self, backwards: int, config: Config) -> str:
+    def limit(self, backwards: int, batching: Batching) -> str:
         """How many backwards a step has, which had so many, and what to write for more."""
-        micro, share = int(config.batch.micro), config.share
+        micro, share = batching.micro, batching.share
         each = self._samples // max(backwards, 1)
         fits = 0 < each < micro and share % each == 0
         way = f"batch.micro = {each}, by which it has {share // each}" if fits else "a smaller batch.micro"
-        has = f"{config.accumulation} micro-batch{'es' * (config.accumulation > 1)}"
+        has = f"{batching.accumulation} micro-batch{'es' * (batching.accumulation > 1)}"
         return f"a step has {has} (batch.micro = {micro}): for more backwards a step write {way}"
 
     def count(self, weight: float, tokens: int, samples: int, microbatches: int) -> None:

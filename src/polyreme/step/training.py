@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polyreme.config import Config
 from polyreme.distributed.agreement import same_model
 from polyreme.distributed.mesh import Mesh
 from polyreme.errors import OrderError, TransportError
@@ -32,7 +31,6 @@ from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import refuse_tables
 from polyreme.step.passes import Passes
 from polyreme.step.replicas import Replicas
-from polyreme.step.settings import buffer_settings, pipeline_rank
 from polyreme.step.step import Step
 from polyreme.step.totals import StepSums
 from polyreme.step.user_loop import Loop
@@ -64,45 +62,48 @@ class Training:
     ) -> None:
         """`made`: the optimizers. `built`: where the model lies. `alike`: buffers that ranks compute alike.
         `first`: what is still to tell how batches are cut."""
-        config, mesh, given = context.config, context.mesh, context.optimizer
+        settings, mesh, given = context.settings, context.mesh, context.optimizer
         placement = built.placement
         self.context, self.placement, self.objective = context, placement, objective
-        self.pipeline = pipeline_rank(config, mesh)
+        self.pipeline = settings.pipeline()
         self.activations, self.saver = context.activations, context.saver
         self.activations.wrap(module, built.blocks)
         cuts = placement.division.shardings
         sharded = {slot.name for each in placement.buckets if each.sharded for slot in each.layout.slots}
         divided = {name for name in cuts if not cuts[name].cut.is_whole}
-        self.buffers = Buffers(module, mesh, buffer_settings(config), alike, sharded, divided)
+        self.buffers = Buffers(module, mesh, settings.buffers, alike, sharded, divided)
         self._reducer = Reducer(
             placement.trainable,
             self.pipeline.mine,
             gathers=any(bucket.sharded for bucket in placement.buckets),
-            states=_gradient_states(placement, config, mesh),
+            states=_gradient_states(placement, settings.sequence_parallel, mesh),
         )
-        zero, complete = config.zero, self._reducer.complete
+        zero, complete = settings.zero, self._reducer.complete
         self.blocks = Blocks(module, placement.root, placement.units, zero.prefetch, zero.release, complete)
-        formats = config.optimizer.states
+        formats = settings.optimizer.states
         self.updates = Updates(
             placement.trainable, placement.offload, made.groups, None if formats == "fp32" else formats
         )
         led = given if isinstance(given, Optimizer) else None
-        self.options = Options(made, LRSchedule(config.lr_schedule), context.scheduler, led)
-        tells, over_ranks = mesh.tp.alone() * self.pipeline.counts(mesh.pp), config.batch.mean == "ranks"
+        self.options = Options(made, LRSchedule(settings.lr_schedule), context.scheduler, led)
+        tells, over_ranks = (
+            mesh.tp.alone() * self.pipeline.counts(mesh.pp),
+            settings.batches.now.mean == "ranks",
+        )
         replicas = Replicas(placement, mesh) if mesh.axis("tp", "pp").size > 1 else None
         sums = StepSums(mesh, tells, self.options, over_ranks, replicas)
-        unasked = given is not None and "clip" not in config.optimizer.model_fields_set
+        unasked = given is not None and "clip" not in settings.optimizer.model_fields_set
         self.step = Step(
-            config, sums, placement, self._reducer, self.blocks, self.updates, self.buffers, unasked
+            settings, sums, placement, self._reducer, self.blocks, self.updates, self.buffers, unasked
         )
         self.options.on_metric(self.step.plateau)
         trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
-        self.loop = Loop(module, objective, config, self.step, self._reducer, trained)
+        self.loop = Loop(module, objective, settings.batches, self.step, self._reducer, trained)
         self.passes = Passes(context, self.pipeline, built.stages, objective, self.step, self.blocks, first)
         self.sleep = Sleep(placement.buckets, self.updates)
         updates, loaders = list(self.updates), context.loaders
         self.contents = EngineContents(
-            module, config, mesh, placement, updates, self.step, context.randomness, loaders
+            module, settings, mesh, placement, updates, self.step, context.randomness, loaders
         )
         self.roster = Roster(module)
         context.shown.follow(self.options, self.updates)
@@ -125,8 +126,8 @@ class Training:
         """The recipe of the model as it is now, the same on all ranks, which must call. Raises ModelError
         where this cannot go on by it."""
         mesh, given = self.context.mesh, self.context.optimizer
-        refuse_tables(module, self.context.config.accumulation * mesh.world_size)
-        made = recipe(module, self.context.config.optimizer, given)
+        refuse_tables(module, self.context.settings.batches.now.accumulation * mesh.world_size)
+        made = recipe(module, self.context.settings.optimizer, given)
         refuse_foreign(module, given, self.options.parameters)
         given_gradients.refuse_older(module, made, self.placement)
         for axis in (mesh.loss, mesh.tp):
@@ -201,7 +202,7 @@ class Training:
         old.placement.offload.close()
 
 
-def _gradient_states(placement: Placement, config: Config, mesh: Mesh) -> GradientStates | None:
+def _gradient_states(placement: Placement, sequence_parallel: bool, mesh: Mesh) -> GradientStates | None:
     """What follows gradients over tensor parallelism."""
     if mesh.tp.size == 1:
         return None
@@ -211,7 +212,7 @@ def _gradient_states(placement: Placement, config: Config, mesh: Mesh) -> Gradie
         for bucket in placement.buckets
         for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
     }
-    between = PART if config.mesh.sequence_parallel else WHOLE
+    between = PART if sequence_parallel else WHOLE
     return GradientStates(mesh.tp, parameters, Restriction, between if mesh.pp.size > 1 else None)
 
 

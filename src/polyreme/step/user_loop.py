@@ -29,11 +29,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from polyreme.config import Config
 from polyreme.errors import BatchError, OrderError
 from polyreme.models.huggingface import count_tokens, returned
 from polyreme.step import grad_scaler
-from polyreme.step.batches import samples_of
+from polyreme.step.batches import Batches, samples_of
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import mixes, refuse_scaled, weight_of
 from polyreme.step.step import Step, current
@@ -60,14 +59,14 @@ class Loop:
         self,
         model: nn.Module,
         objective: Objective,
-        config: Config,
+        batches: Batches,
         step: Step,
         reducer: Reducer,
         parameters: Sequence[Tensor],
     ) -> None:
         """`parameters`: those to be trained."""
-        self._objective, self._config, self._step, self._reducer = objective, config, step, reducer
-        self._alike = config.batch.mean == "ranks"
+        self._objective, self._batches, self._step, self._reducer = objective, batches, step, reducer
+        self._alike = batches.now.mean == "ranks"
         self._last: tuple[Forward, Any] | None = None  # and its output, if its backward is still to come
         self._waiting: weakref.WeakKeyDictionary[Forward, None] = weakref.WeakKeyDictionary()
         """Forwards that a backward may still come to, in their order."""
@@ -166,7 +165,7 @@ class Loop:
         """Tokens and samples of a micro-batch, if they are not counted yet."""
         if forward.counted:
             return 0, 0
-        return count_tokens(forward.batch), samples_of(forward.batch, self._config)
+        return count_tokens(forward.batch), samples_of(forward.batch, self._batches.now)
 
     def _weight_alone(self, batch: Any) -> float:
         """The weight of a backward of which no loss is known."""
@@ -189,7 +188,8 @@ class Loop:
         own = getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss is own:
             return None
-        refuse_scaled(loss, own, self._config.accumulation, samples_of(batch, self._config))
+        batching = self._batches.now
+        refuse_scaled(loss, own, batching.accumulation, samples_of(batch, batching))
         return weight_of(loss)
 
     def _weight_of_batch(self, loss: Any, batch: Any, output: Any) -> float:
@@ -220,13 +220,14 @@ class Loop:
     def _refuse_more(self, batch: Any) -> None:
         """Raise BatchError for more samples than a micro-batch has: a global batch, or one of another number
         of ranks."""
-        if (samples := samples_of(batch, self._config)) > int(self._config.batch.micro):
+        batching = self._batches.now
+        if (samples := samples_of(batch, batching)) > batching.micro:
             raise BatchError(
                 f"engine(...) was given {samples} samples, but batch.size = "
-                f"{self._config.batch.size} over the data-parallel ranks makes "
-                f"batch.micro = {self._config.batch.micro}: give each rank "
+                f"{batching.size} over the data-parallel ranks makes "
+                f"batch.micro = {batching.micro}: give each rank "
                 "its own share in pieces of that size (a DataLoader with "
-                f"batch_size={self._config.batch.micro} and a DistributedSampler, "
+                f"batch_size={batching.micro} and a DistributedSampler, "
                 "or engine.loader), or change batch.size. Where rows are "
                 "no samples, say engine.backward(loss, weight=...)"
             )
