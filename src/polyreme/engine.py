@@ -31,7 +31,7 @@ from polyreme.models.batch_norm import normalise
 from polyreme.models.patches import Patches
 from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.optim.groups import Make, recipe, refuse_foreign, warn_of_unused
-from polyreme.pipeline.executor import whole
+from polyreme.pipeline.executor import Whole
 from polyreme.placement.build import Built, build, share_out
 from polyreme.placement.dividing import divide_again
 from polyreme.placement.full_parameters import readable, writable
@@ -433,7 +433,7 @@ class Engine(ModuleFace):
         old.release()
         blocks = huggingface.find_blocks(self.module)
         placement = share_out(self.module, blocks, made, division, settings, self.mesh, unchanged)
-        built = Built(placement, {0: whole}, blocks)
+        built = Built(placement, {0: Whole()}, blocks)
         self._now = Training(self.module, made, built, called, alike, old.context)
         give_to(self, self.module)
         self._now.carry_from(old, unchanged)

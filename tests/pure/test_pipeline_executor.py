@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyreme.distributed.mesh import Axis
+from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError
-from polyreme.pipeline.executor import Calls, Row, Stages
+from polyreme.pipeline.executor import Calls, Row, Stages, Whole
 from polyreme.pipeline.schedule import Action
 
 
@@ -32,7 +32,8 @@ class Sent(Axis):
 
 def test_shapes_are_told_once_and_must_follow_from_the_batchs() -> None:
     axis = Sent()
-    stages = Stages([0, 1], axis, torch.device("cpu"), {0: lambda forward, received: forward()})
+    mesh = Mesh(0, 2, torch.device("cpu"), {"pp": 2}, axes={"pp": axis})
+    stages = Stages([0, 1], mesh, {0: Whole()})
     row = [Action("F", 0, 0), Action("SA", 0, 0)]
 
     def run(length: int, batch: str) -> None:

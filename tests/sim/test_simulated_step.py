@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 import models
+import polyreme
+import threads
 from polyreme.config import Config
 from polyreme.simulation import META, simulated
 from polyreme.step.step import StepResult
@@ -124,6 +126,71 @@ def test_a_rank_without_numbers_has_the_traffic_of_one_with(case: str) -> None:
         assert (result.step, result.tokens, result.samples) == (real.step, real.tokens, real.samples)
 
 
+# ---- pipelines
+
+PIPELINES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
+    "1f1b": ({"pp": 4}, "llama", {}),
+    "gpipe, dp": ({"dp": 2, "pp": 2}, "llama", {"pipeline": {"schedule": "gpipe"}, "zero": {"stage": 1}}),
+    "interleaved": ({"pp": 2}, "llama", {"pipeline": {"schedule": "interleaved"}}),
+    "zero bubble": ({"pp": 2}, "llama", {"pipeline": {"schedule": "zb-h1"}}),
+    "zero bubble, both ways": ({"pp": 2}, "llama", {"pipeline": {"schedule": "zb-v"}}),
+    "tied": ({"pp": 2}, "gpt2", {"precision": {"compute": "bf16"}}),
+    "tp": ({"tp": 2, "pp": 2}, "llama", {"mesh": {"sequence_parallel": True}}),
+    "other widths": ({"pp": 4}, "layers", {}),
+    "frozen": ({"pp": 4}, "frozen", {"zero": {"stage": 1}}),
+}
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4))
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    model[:2].requires_grad_(False)
+    return model
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": partial(models.llama, num_hidden_layers=4),
+    "gpt2": partial(models.gpt2, blocks=4),
+    "layers": layers,
+    "frozen": frozen,
+}
+
+
+def pipeline(case: str) -> tuple[Callable[[], nn.Module], Any, Config, Any]:
+    sizes, family, sections = PIPELINES[case]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, models.VOCABULARY, (8, 16), generator=generator)
+    batch: Any = {"input_ids": ids, "labels": ids}
+    loss_fn = None
+    if family in ("layers", "frozen"):
+        width = 4 if family == "layers" else 8
+        batch = torch.randn(8, 8, generator=generator), torch.randn(8, width, generator=generator)
+        loss_fn = nn.functional.mse_loss
+    return FAMILIES[family], batch, config_of(sizes, 4, **sections), loss_fn
+
+
+def real(rank: int, world: int, case: str) -> Any:
+    model, batch, config, loss_fn = pipeline(case)
+    with polyreme.initialize(model, config, loss_fn=loss_fn) as engine:
+        return [engine.train_step(batch).tokens for _ in range(STEPS)], engine.mesh.traffic()
+
+
+@pytest.mark.filterwarnings("ignore:all [0-9]+ data-parallel ranks")
+@pytest.mark.parametrize("case", PIPELINES)
+def test_any_rank_of_a_pipeline_has_the_traffic_of_a_real_one(case: str) -> None:
+    model, batch, config, loss_fn = pipeline(case)
+    found = threads.run(math.prod(PIPELINES[case][0].values()), real, case)
+    for rank, (tokens, traffic) in enumerate(found):
+        for device in (META, CPU) if config.mesh.pp == 4 else (META,):
+            results, said = run(model, batch, config, rank, device, loss_fn)
+            assert said == traffic, (rank, device)
+            assert [result.tokens for result in results] == tokens
+            assert not any(result.skipped for result in results)
+
+
 def large() -> nn.Module:
     """7 billion parameters."""
     return models.llama(
@@ -139,11 +206,11 @@ def large() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:all [0-9]+ data-parallel ranks")
 def test_any_of_a_thousand_ranks_steps_with_a_large_model() -> None:
     """Of whose parameters this process has not one."""
-    ids = torch.randint(0, 32000, (2, 512))
-    config = config_of({"dp": 128, "tp": 8}, zero={"stage": 3}, precision={"compute": "bf16"})
+    ids = torch.randint(0, 32000, (4, 512))
+    config = config_of({"dp": 32, "tp": 8, "pp": 4}, 2, zero={"stage": 2}, precision={"compute": "bf16"})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for rank in (0, 517, 1023):
         results, traffic = run(large, {"input_ids": ids, "labels": ids}, config, rank, META)
-        assert results[-1].step == STEPS and results[-1].tokens == 128 * ids.numel()
-        assert traffic["dp"]["reduce_scatter"][1] > 0
+        assert results[-1].step == STEPS and results[-1].tokens == 32 * ids.numel()
+        assert traffic["dp"]["reduce_scatter"][1] > 0 and traffic["pp"]["send"][1] > 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10

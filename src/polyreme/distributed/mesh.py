@@ -13,8 +13,8 @@ import json
 import math
 import socket
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any, NoReturn, Self
@@ -376,6 +376,11 @@ class Mesh:
         """The `value` of every rank of the mesh (what JSON can hold), in the order of the ranks."""
         return self.world.gather_objects(value)
 
+    def receive_object(self, axis: Axis, source: int, expected: Callable[[], Any]) -> Any:
+        """What rank `source` of `axis` sends. A simulated rank, to which nobody does, takes what is
+        `expected`."""
+        return axis.receive_object(source)
+
     def aside(self) -> Axis:
         """An axis over all ranks, between CPUs, for what goes on beside training in another thread. All ranks
         must call."""
@@ -385,9 +390,12 @@ class Mesh:
         """(calls, bytes sent by this rank) since the start, by axis and operation."""
         return {
             axis.name: {operation: (count.calls, count.bytes) for operation, count in axis.counts.items()}
-            for axis in (*self.axes.values(), *self._made.values())
+            for axis in self._all()
             if axis.counts
         }
+
+    def _all(self) -> Iterator[Axis]:
+        yield from (*self.axes.values(), *self._made.values())
 
 
 class SimulatedMesh(Mesh):
@@ -419,6 +427,17 @@ class SimulatedMesh(Mesh):
 
     def gather_objects(self, value: object) -> list[Any]:
         return [value]
+
+    def receive_object(self, axis: Axis, source: int, expected: Callable[[], Any]) -> Any:
+        before = [
+            (each, {name: replace(count) for name, count in each.counts.items()}) for each in self._all()
+        ]
+        try:
+            return expected()
+        finally:  # what it exchanges is exchanged by another rank
+            for each, counts in before:
+                each.counts.clear()
+                each.counts.update(counts)
 
     def aside(self) -> Axis:
         return Axis("aside", self.world_size, self.rank)

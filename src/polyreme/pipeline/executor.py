@@ -11,26 +11,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from polyreme.distributed.mesh import Axis
+from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.work import Work
 from polyreme.errors import ModelError
 from polyreme.pipeline.activation_spec import buffers, flatten, unflatten
 from polyreme.pipeline.placeholders import placeholder
 from polyreme.pipeline.schedule import Action
 
-RunStage = Callable[[Callable[[], Any], Any], Any]
-"""Calls a forward as one stage, with what the stage before handed on: `stage.Stage`, or for a model in one
-piece `whole`."""
+
+class RunStage(Protocol):
+    """Runs one stage: `stage.Stage`, or for a model in one piece `Whole`."""
+
+    def __call__(self, forward: Callable[[], Any], received: Any) -> Any:
+        """Call a forward as this stage, with what the stage before handed on."""
+
+    def expected(self, forward: Callable[[], Any]) -> Any:
+        """What the stage before hands on in a forward, but for its numbers."""
 
 
-def whole(forward: Callable[[], Any], received: Any) -> Any:
+class Whole:
     """The only stage of a model that is not cut."""
-    return forward()
+
+    def __call__(self, forward: Callable[[], Any], received: Any) -> Any:
+        return forward()
+
+    def expected(self, forward: Callable[[], Any]) -> Any:
+        return None
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Calls:
     enter(action) comes before a forward or backward. forward(batch) calls the model. loss(batch, output)
     takes note of the last stage's output; root(batch, loss) is what its backward begins with, from what that
     returned. differentiate(stage, roots, gradients) is a backward; where the table has W, it returns what W
-    does. The last two are None where there is no backward."""
+    does. look(batch) calls the model beside training. The last three are None where there is no backward."""
 
     enter: Callable[[Action], None]
     forward: Callable[[Any], Any]
@@ -49,16 +60,16 @@ class Calls:
     differentiate: (
         Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], Callable[[], None] | None] | None
     ) = None
+    look: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a model. ranks: the rank on `axis` of each; run: how to run those of this rank; forms: of
-    what a stage hands on, for each shape of batch."""
+    """The stages of a model. ranks: the rank on the mesh's pp of each; run: how to run those of this rank;
+    forms: of what a stage hands on, for each shape of batch."""
 
     ranks: Sequence[int]
-    axis: Axis
-    device: torch.device
+    mesh: Mesh
     run: Mapping[int, RunStage]
     forms: dict[tuple[int, Hashable], Any] = field(default_factory=dict)
 
@@ -90,7 +101,7 @@ class Row:
         shapes: Sequence[Hashable] = (),
     ) -> None:
         """`shapes`, by micro-batch, tell those apart whose activations differ in shape."""
-        self._stages, self._ranks, self._axis = stages, stages.ranks, stages.axis
+        self._stages, self._ranks, self._axis = stages, stages.ranks, stages.mesh.pp
         self._actions, self._calls, self._batches, self._shapes = actions, calls, batches, shapes
         self._graph = torch.is_grad_enabled()
         self._passes: dict[tuple[int, int], _Pass] = {}
@@ -212,13 +223,20 @@ class Row:
             return
         before, forms = action.stage - 1, self._stages.forms
         if (key := self._key(before, action)) not in forms:
-            forms[key] = self._axis.receive_object(self._ranks[before])
+            forms[key] = self._stages.mesh.receive_object(
+                self._axis, self._ranks[before], lambda: self._expected(action)
+            )
         form = forms[key]
-        tensors = buffers(form, self._stages.device)
+        tensors = buffers(form, self._stages.mesh.device)
         self._pass(action.stage, action.microbatch).arriving = [
             self._axis.receive(tensor, self._ranks[before]) for tensor in tensors
         ]
         self._accept(action.stage, action.microbatch or 0, form, tensors)
+
+    def _expected(self, action: Action) -> Any:
+        """The form of what the stage before hands on."""
+        forward, batch = self._calls.look or self._calls.forward, self._batches[action.microbatch or 0]
+        return flatten(self._stages.run[action.stage].expected(lambda: forward(batch)))[0]
 
     def _receive_gradient(self, action: Action) -> None:
         here = self._pass(action.stage, action.microbatch)

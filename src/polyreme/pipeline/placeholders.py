@@ -40,12 +40,13 @@ RUNNING = _Running()
 class StandIn(Tensor):
     """The class of what stands in for a parameter or buffer of another stage, `of` this name, and of what is
     computed from one where autograd has no record of it. forbidden: no stage computes with it. recorded:
-    autograd tells what is computed from it."""
+    autograd tells what is computed from it. trained: that stage trains it."""
 
     of: str
     forbidden: bool
     recorded: bool
     is_buffer: bool
+    trained: bool
 
     @classmethod
     def make(
@@ -54,7 +55,7 @@ class StandIn(Tensor):
         """One for `like`, of which another stage has the numbers."""
         made = placeholder(like, device, (dtype if like.is_floating_point() else None) or like.dtype)
         made = made.as_subclass(cls)
-        made.is_buffer = not isinstance(like, nn.Parameter)
+        made.is_buffer, made.trained = not isinstance(like, nn.Parameter), like.requires_grad
         made.of, made.forbidden = of, forbidden and not made.is_buffer
         made.recorded = made.is_floating_point() or made.is_complex()
         return made

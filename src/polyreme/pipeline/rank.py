@@ -42,8 +42,9 @@ class PipelineRank:
         )
 
     def counts(self, pp: Axis) -> float:
-        """How much this rank's loss counts in a sum over those of the pipeline, `pp`."""
-        return self.has_loss * pp.alone(self.rank_of[-1])
+        """How much this rank's loss counts in a sum over those of the pipeline, `pp`; a simulated rank tells
+        it in the place of the one that has it."""
+        return pp.alone(self.rank_of[-1])
 
     @property
     def has_loss(self) -> bool:

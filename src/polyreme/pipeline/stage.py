@@ -87,6 +87,42 @@ class Stage:
             RUNNING.stages -= 1
             RUNNING.counts = False
 
+    def expected(self, forward: Callable[[], Any]) -> Any:
+        """What the stage before hands on in this `forward`, as `__call__` takes it, but for its numbers: what
+        it has of the right shapes and dtypes is computed with stand-ins. What floats of it requires grad, if
+        gradients are on and something before is trained. Blocks of earlier stages of this rank are taken to
+        return what they are given."""
+        names, stages_of = self._partition.blocks, self._partition.stages_of
+        before = [each for _, _, each in self._absent if stages_of[each.of][0] < self.index]
+        graph = torch.is_grad_enabled() and any(each.trained for each in before)
+
+        def through(index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            key, value = argument(args, kwargs)
+            if index == self._first:
+                raise _Cut(value)
+            if next(block.parameters(), None) is not None:
+                return answer_with(self._partition.answer, value)
+            if graph and index == self._first - 1:
+                with torch.enable_grad():
+                    value = pytree.tree_map_only(Tensor, partial(output_of, names[index]), value)
+                    return _called(block, args, kwargs, key, value)
+            return block(*args, **kwargs)
+
+        def inside(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with intercepted(self._model, self._partition.owner, through):
+                try:
+                    return inner(*args, **kwargs)
+                except _Cut as cut:
+                    return cut.value
+
+        self.running = True
+        with torch.no_grad(), torch.random.fork_rng([]), torch._C.DisableTorchFunctionSubclass():
+            try:
+                with wrapped(self._model, inside):
+                    return forward()
+            finally:
+                self.running = False
+
     def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward as this stage."""
         names = self._partition.blocks
@@ -154,11 +190,16 @@ class Stage:
         if index == self._stop:
             raise _Cut(value)
         received = pytree.tree_map_only(Tensor, Alias.apply, self._received)
-        if isinstance(key, int):
-            args = (*args[:key], received, *args[key + 1 :])
-        else:
-            kwargs = {**kwargs, key: received}
-        return block(*args, **kwargs)
+        return _called(block, args, kwargs, key, received)
+
+
+def _called(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Any
+) -> Any:
+    """What the block returns with `value` for the argument `key`."""
+    if isinstance(key, int):
+        return block(*args[:key], value, *args[key + 1 :], **kwargs)
+    return block(*args, **{**kwargs, key: value})
 
 
 def refuse_calls(model: nn.Module, partition: PipelinePartition, stages: Collection[Stage]) -> None:

@@ -18,7 +18,7 @@ from polyreme.distributed.hybrid import sharing
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import ModelError
 from polyreme.optim.groups import Recipe
-from polyreme.pipeline.executor import RunStage, whole
+from polyreme.pipeline.executor import RunStage, Whole
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.stage import Stage, refuse_calls
 from polyreme.placement.blocks import released
@@ -92,7 +92,7 @@ def build(
     for buffer in module.buffers():
         buffer.data = buffer.data.to(mesh.device).contiguous()
     if partition is None:
-        return Built(placement, {0: whole}, blocks)
+        return Built(placement, {0: Whole()}, blocks)
     stages = {stage: Stage(module, partition, stage) for stage in pipeline.mine}
     refuse_calls(module, partition, stages.values())
     return Built(placement, stages, blocks)

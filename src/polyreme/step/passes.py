@@ -29,7 +29,7 @@ from polyreme.step.fit import UNKNOWN, FirstBatch, agreed, derived
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import Unrecorded, of_no_engine, refuse_penalty
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
-from polyreme.step.step import Step
+from polyreme.step.step import Step, count_elsewhere
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.gather import Blocks
 
@@ -71,13 +71,14 @@ class Passes:
         self._parameters = [] if self._looked else [*model.named_parameters()]
         self._of_blocks = {id(p): name for name, p in self._parameters if name.startswith(self._lists)}
         self._absent = [] if objective.is_own else absent(model)
-        self._stages = Stages(pipeline.rank_of, mesh.pp, mesh.device, stages)
+        self._stages = Stages(pipeline.rank_of, mesh, stages)
         self._training = Calls(
             enter=lambda action: self.enter(action.stage, action.microbatch or 0, self._coming[action]),
             forward=self._output,
             loss=self._take,
             root=lambda each, loss: step.root(loss[0], loss[1], each.tokens, each.samples),
             differentiate=self._differentiate,
+            look=self._look_beside,
         )
 
     def _follow(self, pipeline: PipelineRank) -> None:
@@ -120,6 +121,8 @@ class Passes:
             )
             for each, weight in zip(micro_batches, weights, strict=True)
         ]
+        if not self._pipeline.has_loss and self._pipeline.counts(self._mesh.pp):  # a simulated rank
+            count_elsewhere(self._step, moved)
         try:
             with self._row(moved) as row:
                 yield row
@@ -239,6 +242,11 @@ class Passes:
         if not self._pipeline.has_loss:
             self._activations.end_microbatch()
         return output
+
+    def _look_beside(self, micro_batch: MicroBatch) -> Any:
+        """The same, but nothing is measured or watched."""
+        with autocast(self._config.precision.compute, self._mesh.device):
+            return self._objective.output(micro_batch.batch)
 
     def _differentiate(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]

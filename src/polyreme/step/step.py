@@ -23,6 +23,7 @@ from polyreme.placement.full_parameters import Written
 from polyreme.placement.placement import Placement
 from polyreme.step import given_gradients
 from polyreme.step.accumulation import has_room, keep_adding, make_room
+from polyreme.step.batches import MicroBatch
 from polyreme.step.loss_graph import refuse_by_frequency
 from polyreme.step.nonfinite import NonFinite
 from polyreme.step.order import Order, Plan
@@ -489,6 +490,12 @@ def _begin_next(step: Step) -> None:
         step.states.parts.allow()
         if looks(step.state.step + 1):
             step.states.look_again()
+
+
+def count_elsewhere(step: Step, micro_batches: Sequence[MicroBatch]) -> None:
+    """Count micro-batches whose loss another stage of the pipeline has, in that one's place."""
+    for each in micro_batches:
+        step._sums.count_elsewhere(each.weight or each.samples, each.tokens, each.samples)
 
 
 def _clipping(step: Step, norm: float) -> float:

@@ -117,6 +117,14 @@ class StepSums:
         self._tokens += tokens
         self._samples += samples
 
+    def count_elsewhere(self, weight: float, tokens: int, samples: int) -> None:
+        """Add a micro-batch whose loss another rank has, in that one's place."""
+        self.hint = self.hint or 1.0
+        self._weight += weight
+        self._tokens += tokens
+        self._samples += samples
+        self._unseen += 1
+
     def add_loss(self, loss_sum: Tensor | None) -> None:
         """Add the sum of a micro-batch's losses; None: it is not known."""
         if loss_sum is None or loss_sum.is_meta:

@@ -295,7 +295,8 @@ def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module,
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        trained = [each for each in held if each[0].get_parameter(each[1]).requires_grad]
+        here = [(each[0]._parameters.get(each[1]), each) for each in held]  # not those of another stage
+        trained = [each for parameter, each in here if parameter is not None and parameter.requires_grad]
         parameters = [module.get_parameter(name) for module, name, _ in trained]
         summed = ops.sum_gradients(axis, parameters, [each for _, _, each in trained])
         try:
