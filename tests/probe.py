@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from polyreme import Engine
-from polyreme.checkpoint.save import Content
+from polyreme.checkpoint.save import Payload
 from polyreme.offload.optimizer_states import StateExtent
 from polyreme.pipeline.schedule import Action
-from polyreme.step.engine_state import content
+from polyreme.step.engine_state import payload
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.buffer_pool import Pool
 
@@ -121,9 +121,9 @@ def take_in_writes(engine: Engine) -> None:
 # ---- the engine as a whole
 
 
-def saved(engine: Engine) -> Content:
+def saved(engine: Engine) -> Payload:
     """What this rank gives to a checkpoint."""
-    return content(engine._training.contents, None, {}, {})
+    return payload(engine._training.engine_state, None, {}, {})
 
 
 def barrier(engine: Engine) -> None:

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from damage import damage
-from polyreme.checkpoint.contents import contents
 from polyreme.checkpoint.formats.dcp import DCPCheckpoint, _boxes, write_dcp
 from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
+from polyreme.checkpoint.listing import listing
 from polyreme.checkpoint.sources import MODEL
 from polyreme.errors import CheckpointError
 
@@ -242,7 +242,7 @@ def test_numbers_that_no_file_has_are_not_shown(tmp_path: Path) -> None:
     metadata.state_dict_metadata["model.a"].size = torch.Size([2**50])
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"the parts of 'model\.a' leave gaps"):
-        contents(path)  # what `polyreme inspect` shows
+        listing(path)  # what `polyreme inspect` shows
 
 
 def check(path: Path, parts: int = 3) -> None:

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from test_monitor_plot import write_log
 from test_run_directory import save
 
-from polyreme.checkpoint.contents import contents
 from polyreme.checkpoint.direct_reader import DirectFile
 from polyreme.checkpoint.formats import deepspeed
+from polyreme.checkpoint.listing import listing
 from polyreme.checkpoint.run_directory import RunDirectory
 from polyreme.cli import checkpoint
 from polyreme.config import Config
@@ -141,5 +141,5 @@ def test_tensors_are_listed_escaped(tmp_path: Path) -> None:
     name = EVIL[:-1]  # what UTF-8 can hold
     save_file({name: torch.zeros(2)}, tmp_path / "model.safetensors")
     terminal = io.StringIO()
-    Terminal(file=terminal, width=200).print(checkpoint.render(contents(tmp_path)))
+    Terminal(file=terminal, width=200).print(checkpoint.render(listing(tmp_path)))
     assert printable(terminal.getvalue()) == terminal.getvalue() and printable(name) in terminal.getvalue()

@@ -16,7 +16,7 @@ from polyreme.checkpoint.copy_on_write import BackgroundAccess
 from polyreme.checkpoint.load import fill
 from polyreme.checkpoint.manifest import Resume
 from polyreme.checkpoint.open import open_source
-from polyreme.checkpoint.save import Content, write
+from polyreme.checkpoint.save import Payload, write
 from polyreme.distributed.mesh import Mesh
 from polyreme.layout.bucket_layout import Cut
 from polyreme.layout.region import MASTER, MODEL, Region
@@ -44,11 +44,11 @@ def regions(cut: Cut, place: int, shard: int, values: Tensor, shards: int = 2) -
 
 def saved(rank: int, size: int, layout: str, path: Path) -> None:
     cut, axis = LAYOUTS[layout], Mesh.open({"dp": size, "tp": 1, "pp": 1}, ("dp", "tp", "pp")).world
-    content = Content(
+    payload = Payload(
         regions(cut, rank // 2, rank % 2, EXPERTS), [], lambda names: names[0], lambda _: None, Resume(),
         {}, 1 << 30, shared_files=True, weights="model",
     )  # fmt: skip
-    write(path, content, axis, BackgroundAccess())
+    write(path, payload, axis, BackgroundAccess())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

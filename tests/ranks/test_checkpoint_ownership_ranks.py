@@ -17,8 +17,8 @@ from polyreme.checkpoint.run_directory import RUN_CLAIM
 from polyreme.config import Config
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError, ConfigError
-from polyreme.job import checkpoints as saving
-from polyreme.job.checkpoints import Checkpoints
+from polyreme.job import retention as saving
+from polyreme.job.retention import Retention
 from pool import Ranks
 
 
@@ -59,13 +59,13 @@ def job(rank: int, world: int, folder: Path) -> None:
 def claims(rank: int, engine: Engine, folder: Path) -> None:
     """A run's checkpoints begin where no other run lives, and are refused on every rank where one does."""
     config = Config.load({**engine.config.model_dump(), "checkpoint": {"folder": str(folder)}})
-    checkpoints = Checkpoints(config, engine, None, lambda text: None)
-    assert checkpoints.begin().checkpoints == []
+    retention = Retention(config, engine, None, lambda text: None)
+    assert retention.begin().checkpoints == []
     other = None
     if rank == 0:
         assert json.loads((folder / RUN_CLAIM).read_text())["pid"]
     engine.save(folder / "best")  # it is this process' run
-    checkpoints.close()
+    retention.close()
     if rank == 0:
         assert not (folder / RUN_CLAIM).exists()
         other = (folder / RUN_CLAIM).open("w+")
@@ -78,19 +78,19 @@ def claims(rank: int, engine: Engine, folder: Path) -> None:
             CheckpointError,
             match=r"run is in use by another run, which process 1 on host there began noon: let it end",
         ):
-            checkpoints.begin()
+            retention.begin()
     if other is not None:  # it dies, and its claim is taken over
         other.close()
     engine.mesh.gather_objects(None)
-    checkpoints.begin()
-    checkpoints.close()
+    retention.begin()
+    retention.close()
     if rank == 0:
         (folder / "step-7").mkdir()
         (folder / "step-7" / "thesis.txt").write_text("four years")
     engine.mesh.gather_objects(None)
     with pytest.raises(ConfigError, match=r"step-7 in it would be replaced"):  # no rank waits for rank 0
-        checkpoints.begin()
-    checkpoints.close()
+        retention.begin()
+    retention.close()
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -431,7 +431,7 @@ def test_sparse_gradients() -> None:
             assert_equals(run, runs[0], "sparse")
 
 
-def own_checkpoints(rank: int, world: int) -> list[training.Run]:
+def own_recomputation(rank: int, world: int) -> list[training.Run]:
     runs = []
     for checkpointed in (False, True):
         for stage in (0, 3):
@@ -446,10 +446,10 @@ def own_checkpoints(rank: int, world: int) -> list[training.Run]:
     return runs
 
 
-def test_the_models_own_checkpoints() -> None:
+def test_the_models_own_recomputation() -> None:
     """Hugging Face's gradient checkpointing, whose recomputation calls whole blocks with their hooks, changes
     no bit."""
-    for runs in threads.run(2, own_checkpoints):
+    for runs in threads.run(2, own_recomputation):
         assert not [d for run in runs[1:] for d in training.differences(runs[0], run)]
 
 

@@ -44,7 +44,7 @@ from polyreme.offload.host import report_memory, share
 
 
 @dataclass(frozen=True)
-class Content:
+class Payload:
     """What this rank gives to a checkpoint.
 
     regions: what it holds of parameters and states. buffers: with all their names; several ranks have each,
@@ -83,13 +83,13 @@ class Saver:
         self._error: Exception | None = None
         self._access = BackgroundAccess()
 
-    def save(self, path: Path, make: Callable[[], Content], background: bool = False) -> None:
+    def save(self, path: Path, make: Callable[[], Payload], background: bool = False) -> None:
         """Write the checkpoint `path` of what `make` returns. All ranks must call. In the background, an
         error comes with the next `wait` or `save`: call `taken` before anything but buffers changes. What is
         not in memory is written at once, as memory may have no room for a copy. Raises CheckpointError."""
         self.wait()
         self.idle()
-        made: list[Content] = []
+        made: list[Payload] = []
         _collectively(path, self.axis(), partial(self._begin, path, make, made), ())
         if not background or not self._fits(made[0]):
             write(path, made[0], self.axis(), BackgroundAccess())
@@ -102,7 +102,7 @@ class Saver:
         self._thread.start()
         current().of(_UnderWay).threads.append(self._thread)
 
-    def _begin(self, path: Path, make: Callable[[], Content], made: list[Content]) -> None:
+    def _begin(self, path: Path, make: Callable[[], Payload], made: list[Payload]) -> None:
         if self.axis().rank == 0:
             ownership.check(path)
             if user := holder(path.parent, RUN_CLAIM):
@@ -111,13 +111,13 @@ class Saver:
                 )
         made.append(make())
 
-    def _fits(self, content: Content) -> bool:
+    def _fits(self, payload: Payload) -> bool:
         """Whether it can be written in the background: nothing is elsewhere than in memory, and every rank
         has room for what is copied at once. All must call."""
         reports: list[Any] = self.axis().gather_objects(
             {
-                "there": not any(isinstance(region.data, Stored) for region in content.regions),
-                "copied": sum(tensor.nbytes for tensor in _copied(content)),
+                "there": not any(isinstance(region.data, Stored) for region in payload.regions),
+                "copied": sum(tensor.nbytes for tensor in _copied(payload)),
                 **report_memory(),
             }
         )
@@ -160,49 +160,49 @@ class Saver:
             print(f"polyreme: {self._error}", file=sys.stderr)
 
     def _run(
-        self, path: Path, content: Content, access: BackgroundAccess, stream: torch.cuda.Stream | None
+        self, path: Path, payload: Payload, access: BackgroundAccess, stream: torch.cuda.Stream | None
     ) -> None:
         try:
-            if not content.shared_files:  # then ranks wait for each other, and nobody knows how long
-                copies: list[Content] = []
+            if not payload.shared_files:  # then ranks wait for each other, and nobody knows how long
+                copies: list[Payload] = []
                 with torch.cuda.stream(stream):
-                    _collectively(path, self.axis(), lambda: copies.append(with_regions(content)), ())
-                content = copies[0]
+                    _collectively(path, self.axis(), lambda: copies.append(with_regions(payload)), ())
+                payload = copies[0]
                 access.give_back()
-            write(path, content, self.axis(), access, stream)
+            write(path, payload, self.axis(), access, stream)
         except Exception as error:
             self._error = error
         finally:
             access.give_back()
 
 
-def _copied(content: Content) -> Iterator[Tensor]:
+def _copied(payload: Payload) -> Iterator[Tensor]:
     """What is copied before it is written in the background: what changes without a word (buffers, by a
     forward, and parameters, by a script); and all, where ranks wait for each other in writing."""
-    yield from (buffer for _, buffer in content.buffers)
-    for region in content.regions:
-        if isinstance(region.data, Tensor) and (not content.shared_files or _is_shown(region.data, content)):
+    yield from (buffer for _, buffer in payload.buffers)
+    for region in payload.regions:
+        if isinstance(region.data, Tensor) and (not payload.shared_files or _is_shown(region.data, payload)):
             yield region.data
 
 
-def _is_shown(data: Tensor, content: Content) -> bool:
+def _is_shown(data: Tensor, payload: Payload) -> bool:
     """Whether scripts see this memory, as a parameter."""
-    return data.untyped_storage().data_ptr() in content.storages
+    return data.untyped_storage().data_ptr() in payload.storages
 
 
-def apart(content: Content) -> Content:
-    """The content with a copy, in host memory, of what changes without notice."""
-    buffers = [(names, buffer.detach().to("cpu", copy=True)) for names, buffer in content.buffers]
+def apart(payload: Payload) -> Payload:
+    """The payload with a copy, in host memory, of what changes without notice."""
+    buffers = [(names, buffer.detach().to("cpu", copy=True)) for names, buffer in payload.buffers]
     regions = [
-        _copy(each) if isinstance(each.data, Tensor) and _is_shown(each.data, content) else each
-        for each in content.regions
+        _copy(each) if isinstance(each.data, Tensor) and _is_shown(each.data, payload) else each
+        for each in payload.regions
     ]
-    return replace(content, buffers=buffers, regions=regions)
+    return replace(payload, buffers=buffers, regions=regions)
 
 
-def with_regions(content: Content) -> Content:
-    """The content with a copy, in host memory, of weights and states, which an update changes."""
-    return replace(content, regions=[_copy(each) for each in content.regions])
+def with_regions(payload: Payload) -> Payload:
+    """The payload with a copy, in host memory, of weights and states, which an update changes."""
+    return replace(payload, regions=[_copy(each) for each in payload.regions])
 
 
 def _copy(region: Region) -> Region:
@@ -221,14 +221,14 @@ def side_stream() -> torch.cuda.Stream | None:
 
 def write(
     path: Path,
-    content: Content,
+    payload: Payload,
     axis: Axis,
     access: BackgroundAccess,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Write the checkpoint, with all ranks of the axis. access: to the regions' memory; see `Writer.write`.
     Raises CheckpointError on each rank, whichever failed."""
-    save = _Save(path, content, axis)
+    save = _Save(path, payload, axis)
     try:
         _collectively(path, axis, save.prepare, save.layout)
         _collectively(path, axis, save.look, save.layout)  # before `fill`, in which ranks exchange
@@ -244,21 +244,21 @@ def write(
 class _Save:
     """One checkpoint while it is written, in the folder `path.tmp`, by all ranks of the axis."""
 
-    def __init__(self, path: Path, content: Content, axis: Axis) -> None:
+    def __init__(self, path: Path, payload: Payload, axis: Axis) -> None:
         """All ranks must call."""
-        self._path, self._content, self._axis = path, content, axis
+        self._path, self._payload, self._axis = path, payload, axis
         self._unfinished = path.with_name(path.name + ".tmp")
         self._regions = [
-            ((region.kind, content.saved_name(region.names)), region) for region in content.regions
+            ((region.kind, payload.saved_name(region.names)), region) for region in payload.regions
         ]
         buffers = [
-            ((MODEL, content.saved_name(names)), _whole(names, buffer)) for names, buffer in content.buffers
+            ((MODEL, payload.saved_name(names)), _whole(names, buffer)) for names, buffer in payload.buffers
         ]
         mine = [
             [*name, list(region.whole), CODES.get(region.data.dtype, str(region.data.dtype))]
             for name, region in (*self._regions, *buffers)
         ]
-        report = {"path": str(path), "tensors": mine, "rng": content.rng, **report_memory()}
+        report = {"path": str(path), "tensors": mine, "rng": payload.rng, **report_memory()}
         self._reports: list[Any] = axis.gather_objects(report)
         writer_of: dict[Name, int] = {}
         for rank, each in enumerate(self._reports):
@@ -284,7 +284,7 @@ class _Save:
                         f"tensor {name!r} of {code} cannot be saved: safetensors has no such dtype"
                     )
                 tensors.setdefault(kind, {})[name] = TensorInfo(tuple(shape), DTYPES[code])
-        self.layout.append(FileLayout.of(tensors, self._content.limit, self._content.weights))
+        self.layout.append(FileLayout.of(tensors, self._payload.limit, self._payload.weights))
         if self._axis.rank == 0:
             ownership.check(self._path)
             token, own = uuid4().hex, ownership.UNFINISHED
@@ -303,8 +303,8 @@ class _Save:
     def fill(self, access: BackgroundAccess, stream: torch.cuda.Stream | None) -> dict[int, int]:
         """Write what this rank has. Returns its contributions to the files' checksums."""
         writer = Writer(self.layout[0], self._unfinished)
-        beside = partial(self._content.small, self._unfinished) if self._axis.rank == 0 else None
-        if self._content.shared_files or self._axis.size == 1:
+        beside = partial(self._payload.small, self._unfinished) if self._axis.rank == 0 else None
+        if self._payload.shared_files or self._axis.size == 1:
             return writer.write(self._regions, access, stream, beside, room=share(self._reports))
         return writer.collect(self._regions, self._axis, beside)
 
@@ -313,7 +313,7 @@ class _Save:
         if self._axis.rank == 0:
             rng = {str(rank): report["rng"] for rank, report in enumerate(self._reports)}
             parts = [{int(file): part for file, part in each.items()} for each in contributions]
-            resume = replace(self._content.resume, rng=rng)
+            resume = replace(self._payload.resume, rng=rng)
             _finish(self._path, self._unfinished, self.layout[0], parts, resume)
 
     def remove(self) -> None:

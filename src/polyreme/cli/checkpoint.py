@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from polyreme.checkpoint.contents import Contents, Row, contents
+from polyreme.checkpoint.listing import Listing, Row, listing
 from polyreme.cli.folding import Folded, binary, count, some
 from polyreme.errors import printable
 
@@ -28,7 +28,7 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 def show(path: Path, as_json: bool) -> None:
     """Print what is in a checkpoint, and exit with status 1 where it is not whole."""
     errors = Console(stderr=True)
-    found = contents(
+    found = listing(
         path,
         lambda shares: track(
             range(shares), "comparing checksums", console=errors, transient=True, disable=shares == 1
@@ -42,7 +42,7 @@ def show(path: Path, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def render(found: Contents) -> Group:
+def render(found: Listing) -> Group:
     """What is in a checkpoint: how it came about, sizes by kind, and tensors; those of blocks that differ by
     numbers alone in one line."""
     top = Table.grid(padding=(0, 2))
@@ -85,7 +85,7 @@ def render(found: Contents) -> Group:
     return Group(top, kinds, tensors)
 
 
-def _summary(found: Contents) -> list[tuple[str, str]]:
+def _summary(found: Listing) -> list[tuple[str, str]]:
     lines = [("checkpoint", str(found.path)), ("format", found.format)]
     if found.mesh:
         axes = [f"{name} {size}" for name, size in found.mesh.items() if size > 1 and name != "ranks"]

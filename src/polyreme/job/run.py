@@ -36,11 +36,11 @@ from polyreme.distributed.process_group import close, world
 from polyreme.engine import Engine, StepResult, initialize
 from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
 from polyreme.files.folder_lock import holder
-from polyreme.job.checkpoints import Account, Checkpoints
 from polyreme.job.ended import nothing_to_do, standing
 from polyreme.job.ending import command_from, last_words
 from polyreme.job.fit import agreed
 from polyreme.job.resume import Beginning, find_beginning
+from polyreme.job.retention import Account, Retention
 from polyreme.launch.signals import listening
 from polyreme.layout.intervals import round_down
 from polyreme.models import huggingface
@@ -147,19 +147,19 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     peak = peak_flops(engine.mesh.device, DTYPES[config.precision.compute]).flops
     rate = None if flops is None else _Rate(flops, peak)
     monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
-    checkpoints = Checkpoints(config, engine, text.tokenizer, monitors.message)
-    afterwards.callback(checkpoints.close)
-    beginning = checkpoints.begin()
+    retention = Retention(config, engine, text.tokenizer, monitors.message)
+    afterwards.callback(retention.close)
+    beginning = retention.begin()
     if beginning.finished:
         close()
         return _finished(config, beginning, rank)
     loader = engine.loader(text.train, workers=config.data.workers)
-    account, notes = checkpoints.load(beginning)
+    account, notes = retention.load(beginning)
     if not beginning.same_data:
         loader.load_state_dict({**loader.state_dict(), "epoch": 0, "sample": 0})
     account.bytes_per_token = text.validation.bytes_per_token if text.validation is not None else None
     monitors.start(_run_info(config, engine, world_size))
-    job = _Loop(config, engine, text, loader, monitors, rate, checkpoints, account)
+    job = _Loop(config, engine, text, loader, monitors, rate, retention, account)
     try:
         fewer, slow = _fewer_tokens(config, vocabulary), _slow_precision(config, engine.mesh.device, peak)
         for note in (*fits, *fewer, *slow, *notes):
@@ -171,7 +171,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
             job.train()
             if job.stopped is None:
                 _show_sample(config, engine, text, monitors, "after training")
-            checkpoint = checkpoints.save()
+            checkpoint = retention.save()
         summary = job.summary(checkpoint, _plot(config) if rank == 0 and job.stopped is None else None)
         monitors.close({k: v for k, v in vars(summary).items() if isinstance(v, int | float)})
     finally:
@@ -218,11 +218,11 @@ class _Loop:
         loader: Loader,
         monitors: Monitor,
         rate: _Rate | None,
-        checkpoints: Checkpoints,
+        retention: Retention,
         account: Account,
     ) -> None:
         self._config, self._engine, self._text, self._loader = config, engine, text, loader
-        self._monitors, self._rate, self._checkpoints, self._account = monitors, rate, checkpoints, account
+        self._monitors, self._rate, self._retention, self._account = monitors, rate, retention, account
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._began = time.perf_counter()
         self._memory: dict[str, int] = {}
@@ -260,21 +260,21 @@ class _Loop:
             every, best = config.checkpoint.every, self._account.best
             if (every is not None and every.due(before, after)) or (best and best[0] == after.steps):
                 self._save()
-            self._checkpoints.settle()
+            self._retention.settle()
             began = time.perf_counter()
 
     def _step(self, batch: Any) -> StepResult:
         try:
             return self._engine.train_step(batch)
         except CheckpointError as error:  # the one that is being written failed; the step has not begun
-            self._checkpoints.failed(error)
+            self._retention.failed(error)
             return self._engine.train_step(batch)
 
     def _save(self) -> None:
         try:
-            self._checkpoints.save(wait=not self._config.checkpoint.background)
+            self._retention.save(wait=not self._config.checkpoint.background)
         except CheckpointError as error:  # every rank does so
-            self._checkpoints.failed(error)
+            self._retention.failed(error)
 
     def _validate(self) -> float | None:
         data = self._text.validation

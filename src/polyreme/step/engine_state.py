@@ -30,7 +30,7 @@ from polyreme.checkpoint.manifest import NAME, Resume, lacking
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.reader import Need
 from polyreme.checkpoint.run_directory import RunDirectory
-from polyreme.checkpoint.save import Content, small_files
+from polyreme.checkpoint.save import Payload, small_files
 from polyreme.checkpoint.sources import MASTER, MODEL, Source
 from polyreme.config.schema import SCALED
 from polyreme.distributed.mesh import Axis, Mesh
@@ -52,7 +52,7 @@ from polyreme.zero.sharded_optimizer import Update
 
 
 @dataclass(frozen=True)
-class EngineContents:
+class EngineState:
     """What an engine is to a checkpoint."""
 
     module: nn.Module
@@ -105,49 +105,49 @@ class Loaded:
     notes: Sequence[str]
 
 
-def adapters(contents: EngineContents) -> dict[str, Tensor] | None:
+def adapters(engine: EngineState) -> dict[str, Tensor] | None:
     """Whole copies of what PEFT's files of adapters hold, on rank 0; nothing for other models; None, with a
     warning, where PEFT, which rank 0 calls, would leave out what another pipeline stage has. All ranks must
     call."""
-    wanted, lost = _adapter_names(contents)
+    wanted, lost = _adapter_names(engine)
     if lost:
         warn(
             f"{lost[0]} is a part of the adapters which PEFT, called by rank 0, cannot save, as another "
             "pipeline stage has its module: the checkpoint has the whole model, but no files of PEFT's"
         )
         return None
-    if wanted and (others := _trained_besides(contents, wanted)):
+    if wanted and (others := _trained_besides(engine, wanted)):
         warn(
             f"{named(others)} trains too, and PEFT's files have none of it: PeftModel.from_pretrained of "
             "this begins with what the base has there. engine.load takes all of it. Name its module in "
             "modules_to_save of PEFT's config"
         )
-    if peft.learns_prompts(contents.module):
-        with readable(contents.placement, wanted):
-            return peft.prompts(contents.module)
+    if peft.learns_prompts(engine.module):
+        with readable(engine.placement, wanted):
+            return peft.prompts(engine.module)
     found = {}
     if wanted:
-        for names, tensor in chain(contents.placement.tensors(among=wanted), contents.buffers()):
-            if contents.mesh.rank == 0:
+        for names, tensor in chain(engine.placement.tensors(among=wanted), engine.buffers()):
+            if engine.mesh.rank == 0:
                 found.update({name: tensor.detach().to("cpu", copy=True) for name in names if name in wanted})
     return found
 
 
-def _adapter_names(contents: EngineContents) -> tuple[set[str], list[str]]:
+def _adapter_names(engine: EngineState) -> tuple[set[str], list[str]]:
     """Names of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see.
     All ranks must call."""
-    told: list[Any] = contents.mesh.pp.gather_objects(
-        sorted(peft.adapters(contents.module, contents.placement.division.shardings))
+    told: list[Any] = engine.mesh.pp.gather_objects(
+        sorted(peft.adapters(engine.module, engine.placement.division.shardings))
     )
     wanted = {name for each in told for name in each}
     return wanted, sorted(wanted.difference(told[0]))
 
 
-def adapters_alone(contents: EngineContents) -> set[str]:
+def adapters_alone(engine: EngineState) -> set[str]:
     """Names of all that a checkpoint of adapters alone has. All ranks must call. Raises ModelError where
     PEFT's files would not have it, or more trains."""
-    found, lost = _adapter_names(contents)
-    name, instead = type(contents.module).__name__, "save without it, which writes the whole model"
+    found, lost = _adapter_names(engine)
+    name, instead = type(engine.module).__name__, "save without it, which writes the whole model"
     if not found:
         raise ModelError(f"save(adapters_only=True) of a {name}, which has no "
                          "adapters: give initialize() a model of peft.get_peft_model, "
@@ -157,55 +157,55 @@ def adapters_alone(contents: EngineContents) -> set[str]:
                          f"cannot save {lost[0]}, as another pipeline stage has its "
                          "module: take it out of modules_to_save, "
                          f"set mesh.pp = 1, or {instead}")  # fmt: skip
-    if others := _trained_besides(contents, found):
+    if others := _trained_besides(engine, found):
         raise ModelError(f"save(adapters_only=True), but {named(others)} trains too, and PEFT "
                          "saves none of it: name its module in modules_to_save "
                          f"of PEFT's config, freeze it, or {instead}")  # fmt: skip
     return found
 
 
-def _trained_besides(contents: EngineContents, names: Collection[str]) -> list[str]:
+def _trained_besides(engine: EngineState, names: Collection[str]) -> list[str]:
     """What is trained beside what has these names, over all pipeline stages. All ranks must call."""
-    trained = [each for update in contents.updates for each, _ in contents.placement.named(update.bucket)]
-    told: list[Any] = contents.mesh.pp.gather_objects(
+    trained = [each for update in engine.updates for each, _ in engine.placement.named(update.bucket)]
+    told: list[Any] = engine.mesh.pp.gather_objects(
         [each[0] for each in trained if set(names).isdisjoint(each)]
     )
     return [name for each in told for name in each]
 
 
-def content(
-    contents: EngineContents, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor] | None,
+def payload(
+    engine: EngineState, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor] | None,
     only: Collection[str] | None = None,
-) -> Content:  # fmt: skip
+) -> Payload:  # fmt: skip
     """What this rank gives to a checkpoint; `adapters` to PEFT's files, if there are any. only: names
     of the tensors that it has, where these are not all. Raises CheckpointError for what a checkpoint
     cannot hold."""
-    module, settings, mesh = contents.module, contents.settings, contents.mesh
+    module, settings, mesh = engine.module, engine.settings, engine.mesh
     try:
         extra = json.loads(json.dumps(extra))  # the caller may change it while it is written
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"extra= is kept as JSON, which cannot hold it: {error}") from error
     resume = Resume(
-        state=contents.step.state_dict(),
-        mesh=contents.layout(),
+        state=engine.step.state_dict(),
+        mesh=engine.layout(),
         zero_stage=int(settings.zero.stage),
-        data={"loaders": contents.loaders.state_dict()},
+        data={"loaders": engine.loaders.state_dict()},
         config=settings.written(),
         versions={"polyreme": VERSION, "torch": torch.__version__},
         extra=extra,
     )
     wanted = lambda names: only is None or not {*names}.isdisjoint(only)  # noqa: E731
-    return Content(
-        regions=[region for region in saved(contents.placement, contents.updates) if wanted(region.names)],
+    return Payload(
+        regions=[region for region in saved(engine.placement, engine.updates) if wanted(region.names)],
         buffers=[
             (names, buffer)
-            for names, buffer in contents.buffers()
-            if wanted(names) and contents.placement.division.computes(names[0])
+            for names, buffer in engine.buffers()
+            if wanted(names) and engine.placement.division.computes(names[0])
         ],
-        saved_name=contents.saved_name,
+        saved_name=engine.saved_name,
         small=partial(small_files, module, tokenizer, adapters),
         resume=resume,
-        rng={name: base64.b64encode(state).decode() for name, state in _random_states(contents).items()},
+        rng={name: base64.b64encode(state).decode() for name, state in _random_states(engine).items()},
         limit=int(settings.checkpoint.file_size),
         # hosts do not see what others have written of a page, and would write it back
         shared_files=settings.checkpoint.shared_files and len(mesh.hosts) == 1,
@@ -214,7 +214,7 @@ def content(
     )
 
 
-def restore(contents: EngineContents, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
+def restore(engine: EngineState, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
     """Make the engine what the checkpoint at `path` says; or the newest complete one of the run's folder
     `path`, as rank 0 sees it.
 
@@ -227,21 +227,21 @@ def restore(contents: EngineContents, path: Path, strict: bool, weights_only: bo
     for each in candidates:
         try:
             source = _open(each, axis)
-            found = _match(contents, source, axis)
+            found = _match(engine, source, axis)
             if not weights_only:
-                collectively(axis, partial(_try_options, contents, source, found))
+                collectively(axis, partial(_try_options, engine, source, found))
             alike = isinstance(source, Directory) and not weights_only
             new_states: NewStates = (
-                {update.bucket: update.state.empty() for update in contents.updates} if alike else {}
+                {update.bucket: update.state.empty() for update in engine.updates} if alike else {}
             )
-            source = load.verify(source, _needs(contents, source, found, new_states, weights_only), axis)
-            scalars = _look(contents, source, found, strict, weights_only, axis)
+            source = load.verify(source, _needs(engine, source, found, new_states, weights_only), axis)
+            scalars = _look(engine, source, found, strict, weights_only, axis)
         except CheckpointError as error:
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
         else:
-            return _take(contents, source, found, scalars, new_states, weights_only, axis, problems)
+            return _take(engine, source, found, scalars, new_states, weights_only, axis, problems)
     raise AssertionError  # one of them was the last
 
 
@@ -257,34 +257,31 @@ NewStates = Mapping[Bucket, Mapping[str, Tensor]]
 """The memory for new states; see `OptimizerState.empty`."""
 
 
-def _match(contents: EngineContents, source: Source, axis: Axis) -> load.Match:
+def _match(engine: EngineState, source: Source, axis: Axis) -> load.Match:
     """Which of the source's tensors are this rank's."""
-    placement = contents.placement
+    placement = engine.placement
     named = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
     tensors = [load.Wanted(names, placement.division.shardings[names[0]].cut.shape) for names in named]
-    wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in contents.buffers())]
+    wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in engine.buffers())]
     if isinstance(source, Directory) and source.adapters_only:
-        has, _ = _adapter_names(contents)
+        has, _ = _adapter_names(engine)
         if not has:
             raise CheckpointError(f"{source.path} has adapters alone, and the "
                                   "model has none: give initialize() the base with "
                                   "peft.get_peft_model, or open it with "
                                   "peft.PeftModel.from_pretrained(base, path)")  # fmt: skip
         has |= {
-            name
-            for update in contents.updates
-            for names, _ in placement.named(update.bucket)
-            for name in names
+            name for update in engine.updates for names, _ in placement.named(update.bucket) for name in names
         }
         wanted = [each for each in wanted if not has.isdisjoint(each.names)]
-    return load.match(source, wanted, contents.file_names, huggingface.base_prefix(contents.module), axis)
+    return load.match(source, wanted, engine.file_names, huggingface.base_prefix(engine.module), axis)
 
 
 def _needs(
-    contents: EngineContents, source: Source, found: load.Match, new_states: NewStates, weights_only: bool
+    engine: EngineState, source: Source, found: load.Match, new_states: NewStates, weights_only: bool
 ) -> Iterator[Need]:
     """What this rank will read of the source; see `load.verify`."""
-    placement = contents.placement
+    placement = engine.placement
     for bucket in placement.buckets:
         names_of = {slot.name: names for names, slot in placement.named(bucket)}
         memory = new_states.get(bucket, {})
@@ -302,13 +299,13 @@ def _needs(
                 if coming[kind] < size:  # nobody reads padding
                     target[part.offset :][:size].zero_()
             yield from (need for need in needed if not weights_only or need.kind in (MODEL, MASTER))
-    for names, buffer in contents.buffers():
+    for names, buffer in engine.buffers():
         if names[0] in found.name_of:
             yield Need(MODEL, found.name_of[names[0]], 0, buffer.numel())
 
 
 def _look(
-    contents: EngineContents, source: Source, found: load.Match, strict: bool, weights_only: bool, axis: Axis
+    engine: EngineState, source: Source, found: load.Match, strict: bool, weights_only: bool, axis: Axis
 ) -> Scalars:
     """The states of the source that are one number. Raises CheckpointError where it is not what was asked
     for; nothing changes."""
@@ -320,9 +317,9 @@ def _look(
     if resume is not None and not weights_only and (error := lacking(source.path, resume)):
         raise error
     scalars: Scalars = dict.fromkeys(
-        names[0] for bucket in contents.placement.buckets for names, _ in contents.placement.named(bucket)
+        names[0] for bucket in engine.placement.buckets for names, _ in engine.placement.named(bucket)
     )
-    collectively(axis, lambda: None if weights_only else scalars.update(_scalars(contents, source, found)))
+    collectively(axis, lambda: None if weights_only else scalars.update(_scalars(engine, source, found)))
     return scalars
 
 
@@ -332,27 +329,25 @@ def _states_of(source: Source, name: str) -> dict[str, tuple[int, ...]]:
     return {kind: source.tensors[kind][name].shape for kind in kinds if name in source.tensors[kind]}
 
 
-def _try_options(contents: EngineContents, source: Source, found: load.Match) -> None:
+def _try_options(engine: EngineState, source: Source, found: load.Match) -> None:
     """Have each optimizer expect the states that the source has, where it has them by its options: as it was
     made, as they are now, or as they were saved."""
     resume: Resume | None = getattr(source, "resume", None)
-    options, saved = contents.step.progress.options, {} if resume is None else resume.state.get("options", {})
+    options, saved = engine.step.progress.options, {} if resume is None else resume.state.get("options", {})
     if wrong := options.unusable(saved):
         raise damaged(source.path / NAME, f"state: the optimizer cannot have the option {wrong}")
     ways = options.ways(saved)
-    for update in contents.updates:
+    for update in engine.updates:
         there = {
             slot.name: _states_of(source, found.name_of.get(names[0], "")).keys()
-            for names, slot in contents.placement.named(update.bucket)
+            for names, slot in engine.placement.named(update.bucket)
         }
         update.state.try_options(ways, there)
 
 
-def _left_behind(contents: EngineContents, source: Source, found: load.Match) -> list[str]:
+def _left_behind(engine: EngineState, source: Source, found: load.Match) -> list[str]:
     """What there is to say of optimizer states of parameters that nothing trains here."""
-    trained = {
-        names[0] for update in contents.updates for names, _ in contents.placement.named(update.bucket)
-    }
+    trained = {names[0] for update in engine.updates for names, _ in engine.placement.named(update.bucket)}
     left = [own for own, name in found.name_of.items() if own not in trained and _states_of(source, name)]
     if not left:
         return []
@@ -362,17 +357,17 @@ def _left_behind(contents: EngineContents, source: Source, found: load.Match) ->
     ]
 
 
-def _scalars(contents: EngineContents, source: Source, found: load.Match) -> Scalars:
+def _scalars(engine: EngineState, source: Source, found: load.Match) -> Scalars:
     """The states that are one number of each parameter of which this rank trains elements, if it has states.
     Raises CheckpointError where these are not those of the optimizer."""
     scalars: Scalars = {}
-    for update in contents.updates:
+    for update in engine.updates:
         mine = {slot.name for slot in update.state.slots()}
-        for names, slot in contents.placement.named(update.bucket):
+        for names, slot in engine.placement.named(update.bucket):
             name = found.name_of.get(names[0], "") if slot.name in mine else ""
             if not (there := _states_of(source, name)):
                 continue
-            cut, expected = contents.placement.division.shardings[names[0]].cut, update.state.shapes(slot)
+            cut, expected = engine.placement.division.shardings[names[0]].cut, update.state.shapes(slot)
             needed = {
                 kind: () if shape is None else cut.shape if shape == slot.shape else shape
                 for kind, shape in expected.items()
@@ -388,10 +383,10 @@ def _scalars(contents: EngineContents, source: Source, found: load.Match) -> Sca
     return scalars
 
 
-def _settle(contents: EngineContents) -> None:
+def _settle(engine: EngineState) -> None:
     """Return when weights may change."""
-    contents.step.begin()
-    for bucket in contents.placement.buckets:
+    engine.step.begin()
+    for bucket in engine.placement.buckets:
         bucket.settle()
 
 
@@ -406,7 +401,7 @@ def _fill(source: Source, found: load.Match, regions: Iterable[Region]) -> None:
 
 
 def _take(
-    contents: EngineContents,
+    engine: EngineState,
     source: Source,
     found: load.Match,
     scalars: Scalars,
@@ -417,22 +412,22 @@ def _take(
 ) -> Loaded:
     """Read what was found and is not yet in `new_states`, which become the states. A file that can no longer
     be read is an error on every rank, but then numbers have changed."""
-    placement = contents.placement
+    placement = engine.placement
     resume: Resume | None = getattr(source, "resume", None)
-    _settle(contents)
+    _settle(engine)
 
     def read() -> None:
         for bucket in placement.buckets:
             if not bucket.trainable:
                 _fill(source, found, frozen(placement, bucket))
                 bucket.store()
-        for update in contents.updates:
+        for update in engine.updates:
             numbers = {slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}
             with update.state.loading(numbers, new_states.get(update.bucket, {})):
                 _fill(source, found, masters(placement, update))
                 _fill(source, found, states(placement, update))
             update.bucket.store()
-        for names, buffer in contents.buffers():
+        for names, buffer in engine.buffers():
             if names[0] in found.name_of:
                 load.fill_buffer(source, found.name_of[names[0]], buffer)
 
@@ -441,38 +436,38 @@ def _take(
     notes = [*problems, *([str(found)] if not found.is_exact else [])]
     if resume is None or weights_only:
         if any(scalars.values()):
-            notes += _count_on(contents, source)
+            notes += _count_on(engine, source)
         extra = resume.extra if resume else source.extra if isinstance(source, DeepSpeedCheckpoint) else {}
         return Loaded(source.path, {}, extra, notes)
-    notes += [*_go_on(contents, resume), *_left_behind(contents, source, found)]
+    notes += [*_go_on(engine, resume), *_left_behind(engine, source, found)]
     return Loaded(source.path, resume.state, resume.extra, notes)
 
 
-def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
+def _go_on(engine: EngineState, resume: Resume) -> list[str]:
     """Take over how far training has come, the random numbers and the place in the data. Returns what there
     is to say of that."""
-    size, notes, state = contents.settings.batches.now.size, [], resume.state
+    size, notes, state = engine.settings.batches.now.size, [], resume.state
     if resume.config.get("precision", {}).get("compute") not in SCALED:  # then 1 was no loss scale
-        mine = contents.step.state_dict()
+        mine = engine.step.state_dict()
         state = {**state, **{key: mine[key] for key in ("loss_scale", "good_steps", "overflows")}}
-    fits = state.get("fits") if contents.layout() == resume.mesh else None
-    notes += contents.step.load_state_dict({**state, "fits": fits})
-    notes += _take_random_numbers(contents, resume)
+    fits = state.get("fits") if engine.layout() == resume.mesh else None
+    notes += engine.step.load_state_dict({**state, "fits": fits})
+    notes += _take_random_numbers(engine, resume)
     before = resume.config.get("batch", {}).get("size")
     if before != size:
         notes.append(
             f"batch.size is {size}, and was {before}: "
             "steps count on, the data goes on at the sample where it was"
         )
-    notes += contents.loaders.load_state_dict(resume.data.get("loaders", []))
+    notes += engine.loaders.load_state_dict(resume.data.get("loaders", []))
     return notes
 
 
-def _take_random_numbers(contents: EngineContents, resume: Resume) -> list[str]:
+def _take_random_numbers(engine: EngineState, resume: Resume) -> list[str]:
     """Have the script and the model draw what they would have drawn; on another mesh the script alone, if all
     ranks drew the same. Returns what there is to say of that."""
-    mesh, notes = contents.mesh, []
-    own, same = resume.rng.get(str(mesh.rank)), contents.layout() == resume.mesh
+    mesh, notes = engine.mesh, []
+    own, same = resume.rng.get(str(mesh.rank)), engine.layout() == resume.mesh
     if not same or own is None:
         notes.append(
             "saved on another mesh: the weights are the same, "
@@ -481,17 +476,17 @@ def _take_random_numbers(contents: EngineContents, resume: Resume) -> list[str]:
         own = resume.rng.get("0")
         if own is None or any(each.get("cpu") != own.get("cpu") for each in resume.rng.values()):
             # alike on the ranks of a tp or pp line
-            torch.manual_seed(contents.settings.seed + mesh.data.rank + 1_000_003 * contents.step.state.step)
+            torch.manual_seed(engine.settings.seed + mesh.data.rank + 1_000_003 * engine.step.state.step)
             return notes
     try:
         cuda = _bytes(own["cuda"]) if mesh.device.type == "cuda" and "cuda" in own else None
         go_on_from((_bytes(own["cpu"]), cuda), mesh.device)
-        contents.randomness.begin(
+        engine.randomness.begin(
             int.from_bytes(_bytes(own["model"]).numpy().tobytes())
             if "model" in own
-            else contents.randomness.seed
+            else engine.randomness.seed
         )
-        held = _own_generators(contents)
+        held = _own_generators(engine)
         for key in held.keys() & own.keys():
             held[key].set_state(_bytes(own[key]))
         if lost := sorted(held.keys() - own.keys()):
@@ -503,7 +498,7 @@ def _take_random_numbers(contents: EngineContents, resume: Resume) -> list[str]:
     return notes
 
 
-def _count_on(contents: EngineContents, source: Source) -> list[str]:
+def _count_on(engine: EngineState, source: Source) -> list[str]:
     """Take over the steps behind a checkpoint of another program, which says no more of the past."""
     steps = getattr(source, "state", {}).get("step")
     if steps is None:
@@ -511,28 +506,28 @@ def _count_on(contents: EngineContents, source: Source) -> list[str]:
             "the checkpoint does not say how many steps it has "
             "behind it: the learning rate's schedule begins anew"
         ]
-    size = contents.settings.batches.now.size
+    size = engine.settings.batches.now.size
     samples = steps * size
     known = {"step": steps, "samples": samples, "options": {}, "skipped": {}, **getattr(source, "scale", {})}
-    contents.step.load_state_dict({**contents.step.state_dict(), **known})
+    engine.step.load_state_dict({**engine.step.state_dict(), **known})
     return [f"goes on after {steps} steps, of batch.size = {size}; random numbers and the data begin anew"]
 
 
-def _own_generators(contents: EngineContents) -> dict[str, torch.Generator]:
+def _own_generators(engine: EngineState) -> dict[str, torch.Generator]:
     """Those that modules hold, by the keys of their states."""
     return {
         f"generator {name}.{attribute}": value
-        for name, module in contents.module.named_modules()
+        for name, module in engine.module.named_modules()
         for attribute, value in vars(module).items()
         if isinstance(value, torch.Generator)
     }
 
 
-def _random_states(contents: EngineContents) -> dict[str, bytes]:
+def _random_states(engine: EngineState) -> dict[str, bytes]:
     """Where the generators of the script and of modules are, and what the model's numbers are made from."""
-    cpu, cuda = generators(contents.mesh.device)
-    found = {"cpu": cpu.numpy().tobytes(), "model": contents.randomness.seed.to_bytes(8)}
-    found |= {key: each.get_state().numpy().tobytes() for key, each in _own_generators(contents).items()}
+    cpu, cuda = generators(engine.mesh.device)
+    found = {"cpu": cpu.numpy().tobytes(), "model": engine.randomness.seed.to_bytes(8)}
+    found |= {key: each.get_state().numpy().tobytes() for key, each in _own_generators(engine).items()}
     return found if cuda is None else {**found, "cuda": cuda.numpy().tobytes()}
 
 

@@ -163,7 +163,7 @@ class ModuleFace:
         In the compute dtype, or with `master` the optimizer's full-precision copy. With `rank0_only` others
         get {}."""
         self._take_in_writes()
-        return whole_tensors.state_dict(self._training.contents, rank0_only, master)
+        return whole_tensors.state_dict(self._training.engine_state, rank0_only, master)
 
     @collective
     @with_gradients
@@ -180,7 +180,7 @@ class ModuleFace:
         self._training.sleep.refuse()
         self._take_in_writes()
         self._training.saver.taken()
-        found = whole_tensors.load_state_dict(self._training.contents, state_dict, strict)
+        found = whole_tensors.load_state_dict(self._training.engine_state, state_dict, strict)
         self._training.note()
         return found
 

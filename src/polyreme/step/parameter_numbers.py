@@ -119,7 +119,7 @@ class ParameterNumbers:
         form = self._agree(at, kind)[1]
         self._check_setting(at, kind, form is not None)
         assert form is not None
-        mesh, division = at.training.contents.mesh, at.training.placement.division
+        mesh, division = at.training.engine_state.mesh, at.training.placement.division
         given, everyone = None if value is None else torch.as_tensor(value), mesh.axis("loss", "tp")
         told = everyone.gather_objects(None if given is None else list(given.shape))[0]
         if told is None or tuple(told) != form.shape:
@@ -197,7 +197,7 @@ class ParameterNumbers:
             raise ModelError(f"an equal part of {at.slot.name}, which mesh.tp divides: use whole({kind!r})")
         dtype = at.bucket.formats.compute if rounded else at.bucket.formats.master
         like = torch.empty(0, dtype=dtype, device=at.bucket.device)
-        return EqualPart.of(self, kind, at.training.contents.mesh.loss, at.slot.name, at.slot.size, like)
+        return EqualPart.of(self, kind, at.training.engine_state.mesh.loss, at.slot.name, at.slot.size, like)
 
     @property
     def trains(self) -> bool:
@@ -314,7 +314,7 @@ class ParameterNumbers:
             reason = "it has a state from its first update on: set it after the first step"
         elif kind == MASTER and at.bucket.is_summoned:
             reason = "inside of engine.full_parameters(), write to the parameter, or set it after the block"
-        elif kind == GRADIENT and at.training.contents.mesh.pp.size > 1:
+        elif kind == GRADIENT and at.training.engine_state.mesh.pp.size > 1:
             reason = "in a pipeline, use engine.gradients().scale_ or a hook (parameter.register_hook)"
         elif kind == GRADIENT and not step.to_mean:
             reason = "the batch has no label, so that its step leaves the weights alone"

@@ -245,7 +245,7 @@ class Passes:
 
     def _look_beside(self, micro_batch: MicroBatch) -> Any:
         """The same, but nothing is measured or watched."""
-        with autocast(self._config.precision.compute, self._mesh.device):
+        with autocast(self._settings.precision.compute, self._mesh.device):
             return self._objective.output(micro_batch.batch)
 
     def _differentiate(

@@ -19,7 +19,7 @@ def memory(training: Training) -> dict[str, int]:
     found["activations"] = training.activations.saved.bytes
     if training.activations.offload is not None:
         found[f"activations_{training.activations.offload.tier}"] = training.activations.saved.moved
-    found["buffers"] = sum(buffer.nbytes for buffer in training.contents.module.buffers())
+    found["buffers"] = sum(buffer.nbytes for buffer in training.engine_state.module.buffers())
     return found | training.placement.offload.elsewhere()
 
 

@@ -25,7 +25,7 @@ from polyreme.placement.placement import Placement
 from polyreme.placement.refresh import carry
 from polyreme.step import given_gradients, other_optimizers
 from polyreme.step.engine_context import EngineContext
-from polyreme.step.engine_state import EngineContents, Loaded, adapters, adapters_alone, content, restore
+from polyreme.step.engine_state import EngineState, Loaded, adapters, adapters_alone, payload, restore
 from polyreme.step.fit import FirstBatch
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import refuse_tables
@@ -48,7 +48,7 @@ class Training:
     """Calls a model as it is now, and gathers, reduces and updates the buckets of `placement`.
 
     `roster` knows what the model had when this was made, `loop` what the user's own loop called, and
-    `contents` all that a checkpoint has."""
+    `engine_state` all that a checkpoint has."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Training:
         self.passes = Passes(context, self.pipeline, built.stages, objective, self.step, self.blocks, first)
         self.sleep = Sleep(placement.buckets, self.updates)
         updates, loaders = list(self.updates), context.loaders
-        self.contents = EngineContents(
+        self.engine_state = EngineState(
             module, settings, mesh, placement, updates, self.step, context.randomness, loaders
         )
         self.roster = Roster(module)
@@ -138,17 +138,17 @@ class Training:
     def save(self, path: Path, tokenizer: Any, extra: Mapping[str, Any], wait: bool, only: bool) -> None:
         """See `Engine.save`; only: the adapters. What a script wrote to weights has been taken in before."""
         self.sleep.refuse()
-        contents = self.contents
-        names = adapters_alone(contents) if only else None
-        whole = adapters(contents)
-        self.saver.save(path, lambda: content(contents, tokenizer, extra, whole, names), background=not wait)
+        engine = self.engine_state
+        names = adapters_alone(engine) if only else None
+        whole = adapters(engine)
+        self.saver.save(path, lambda: payload(engine, tokenizer, extra, whole, names), background=not wait)
 
     def load(self, path: Path, strict: bool, weights_only: bool) -> Loaded:
         """See `Engine.load`."""
         self.sleep.refuse()
         self.saver.wait()
         self.saver.idle()
-        found = restore(self.contents, path, strict, weights_only, self.saver.axis())
+        found = restore(self.engine_state, path, strict, weights_only, self.saver.axis())
         self.note()
         return found
 

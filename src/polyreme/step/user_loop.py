@@ -107,7 +107,7 @@ class Loop:
 
     def follow(self, roots: Sequence[Tensor]) -> None:
         """See `Listener`."""
-        states, inside = self._step.states, torch._C._current_graph_task_id() != -1  # of a checkpoint's own
+        states, inside = self._step.states, torch._C._current_graph_task_id() != -1  # in a recomputation
         if states is not None and not inside:
             states.parts.allow()
         if states is not None and states.between is None and current() is None and not inside:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyreme.errors import ModelError, named
-from polyreme.step.engine_state import EngineContents
+from polyreme.step.engine_state import EngineState
 
 
 class Keys(NamedTuple):
@@ -25,19 +25,19 @@ class Keys(NamedTuple):
     unexpected_keys: list[str]
 
 
-def state_dict(contents: EngineContents, rank0_only: bool, master: bool) -> dict[str, Tensor]:
+def state_dict(engine: EngineState, rank0_only: bool, master: bool) -> dict[str, Tensor]:
     """Copies of all parameters and persistent buffers; see `Engine.state_dict`. All ranks must call."""
-    placement, found = contents.placement, dict[str, Tensor]()
-    for names, tensor in chain(placement.tensors(master), placement.buffers(contents.module)):
-        if contents.mesh.rank == 0 or not rank0_only:
+    placement, found = engine.placement, dict[str, Tensor]()
+    for names, tensor in chain(placement.tensors(master), placement.buffers(engine.module)):
+        if engine.mesh.rank == 0 or not rank0_only:
             found |= dict.fromkeys(names, tensor.detach().clone())
     return found
 
 
-def load_state_dict(contents: EngineContents, given: Any, strict: bool) -> Keys:
+def load_state_dict(engine: EngineState, given: Any, strict: bool) -> Keys:
     """Set parameters, masters and buffers to what rank 0 gives; see `Engine.load_state_dict`. All ranks must
     call, between two steps."""
-    mesh, placement = contents.mesh, contents.placement
+    mesh, placement = engine.mesh, engine.placement
     if any(bucket.is_summoned for bucket in placement.buckets):
         raise ModelError(
             "engine.load_state_dict inside of engine.full_parameters(): call it after the with block, or, "
@@ -50,10 +50,10 @@ def load_state_dict(contents: EngineContents, given: Any, strict: bool) -> Keys:
     shardings = placement.division.shardings
     held = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
     mine = [(names, list(shardings[names[0]].cut.shape)) for names in held]
-    mine += [(names, list(buffer.shape)) for names, buffer in contents.buffers()]
+    mine += [(names, list(buffer.shape)) for names, buffer in engine.buffers()]
     wanted: list[Any] = mesh.pp.gather_objects(mine)
     found = _compared({name: shape for name, (shape, _) in told.items()}, chain(*wanted), strict)
-    buffers = {name: buffer for names, buffer in contents.buffers() for name in names}
+    buffers = {name: buffer for names, buffer in engine.buffers() for name in names}
     for bucket in placement.buckets:
         bucket.settle()
     for name, (shape, dtype) in told.items():

@@ -241,7 +241,7 @@ class Blocks:
 
     def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
         def enter(module: nn.Module, args: object) -> None:
-            if in_backward():  # recomputation by a checkpoint of the model's own
+            if in_backward():  # a recomputation of the model's own
                 unit.enter()
                 return
             if unit is not self._current:

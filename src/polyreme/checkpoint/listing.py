@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Contents:
+class Listing:
     """mesh: the sizes of the axes of the ranks that wrote it. state: how far training had come. others: names
     that are there and not read.
     checksums: how many there are; None if none was compared. problem: what the comparison found."""
@@ -90,8 +90,8 @@ class Contents:
         }
 
 
-def contents(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Contents:
-    """The contents of the checkpoint at `path`, or of the newest in the run's folder `path`. All of its bytes
+def listing(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Listing:
+    """What is in the checkpoint at `path`, or of the newest in the run's folder `path`. All of its bytes
     are compared with their checksums.
 
     shares: of a number of equal shares of that work, the numbers from 0 on, in the order in which they are
@@ -106,7 +106,7 @@ def contents(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Cont
     for kind in order:
         for name, info in source.tensors[kind].items():
             by_name.setdefault(name, {})[kind] = info
-    return Contents(
+    return Listing(
         path=source.path,
         kinds=[
             _kind(kind, [info for name, info in source.tensors[kind].items() if name not in aliases])

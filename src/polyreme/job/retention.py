@@ -60,7 +60,7 @@ class Account:
         return cls(**{each.name: extra[each.name] for each in fields(cls) if each.name in extra})
 
 
-class Checkpoints:
+class Retention:
     """The checkpoints in the run's folder. `say` is how people hear of them."""
 
     def __init__(self, config: Config, engine: Engine, tokenizer: Any, say: Callable[[str], None]) -> None:
