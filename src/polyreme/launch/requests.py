@@ -12,7 +12,7 @@ from polyreme.errors import LaunchError, Problem
 STOPPED = 75
 """The exit status of a run that was asked to save and end, and is to go on (EX_TEMPFAIL)."""
 ENDS = "\0polyreme: this rank ends with status {} {}\0\n"
-"""What a rank that ends writes to stderr for `supervise`, which does not show it: its status, and what it
+"""What a rank that ends writes to stderr for `command`, which does not show it: its status, and what it
 said of its failure, as JSON. A whole line, as Open MPI may keep what is none back till its own end."""
 UNITS = {
     "": 1,

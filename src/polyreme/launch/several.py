@@ -234,7 +234,7 @@ class _Started(Transport):
     def __init__(
         self, active: Active, what: RankCommand, ssh: Sequence[str], processes: Mapping[str, Process]
     ) -> None:
-        self.active, self.what, self._ssh, self._processes = active, what, ssh, processes
+        self._active, self.what, self._ssh, self._processes = active, what, ssh, processes
         self.hosts: list[_Host] = []
         self.events = _Events(1000)
         self._said = time.monotonic()
@@ -244,8 +244,8 @@ class _Started(Transport):
     # ---- before the ranks
 
     def start(self, run: Run) -> None:
-        find_login(self.active.keys() - self._processes.keys(), self._ssh)
-        for index, (name, slots) in enumerate(self.active.items()):
+        find_login(self._active.keys() - self._processes.keys(), self._ssh)
+        for index, (name, slots) in enumerate(self._active.items()):
             if name in self._processes:
                 process, way = self._processes[name], "Ray"
             else:
