@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -200,27 +201,32 @@ def test_ranks_go_on_without_one_that_left(ranks: Ranks, tmp_path: Path) -> None
 
 
 def ended_meanwhile(rank: int, world: int, kind: str, by: str) -> None:
-    """What a thread waits for when its world is aborted or closed."""
+    """What threads wait for when their world is aborted or closed: a sum, and a message."""
     current().close()
     before, said = left(), list[str]()
     axis = axis_over(kind, rank, world)
 
-    def wait() -> None:
+    def wait(use: Callable[[], object]) -> None:
         with pytest.raises(TransportError) as error:
-            axis.barrier()
+            use()
         said.append(str(error.value))
 
     if rank == 0:
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        time.sleep(0.2)  # whether it has begun or not
+        uses = (axis.barrier, lambda: axis.receive(torch.ones(1), 1).wait())
+        threads = [threading.Thread(target=wait, args=(use,)) for use in uses]
+        for each in threads:
+            each.start()
+        while kind != "process group" and len(current().of(Watch)._waits) < 2:
+            time.sleep(0.01)
         if by == "abort":
             current().abort("a test ends it")
         current().close()
-        waiting.join(120)
-        assert not waiting.is_alive(), "it waits for the timeout of operations"
+        for each in threads:
+            each.join(100)
+            assert not each.is_alive(), "it waits for the timeout of operations"
         why = "this process broke off .*, because a test ends it" if by == "abort" else "has closed the world"
-        assert re.search(f"all-reduce over dp.* failed, because .*{why}", said[0]), said
+        found = sorted(re.sub(f" over dp.* failed, because .*{why}.*", "", each) for each in said)
+        assert found == ["all-reduce", "receive"], said
         with pytest.raises(TransportError, match="has closed the world"):
             axis.barrier()
         assert left() == before
