@@ -22,7 +22,7 @@ import polyreme
 import threads
 import training
 from cover import some
-from polyreme.errors import BatchError, ModelError
+from polyreme.errors import ModelError, OrderError
 from pool import Ranks
 
 RATE = 0.1
@@ -255,7 +255,7 @@ def test_what_cannot_work_says_what_does(ranks: Ranks) -> None:
                 "fp16": "call engine.backward(loss)",
             }.items():
                 assert words in found[case], (case, found[case])
-            assert found["second"].startswith(BatchError.__name__) and found["read"].startswith(
+            assert found["second"].startswith(OrderError.__name__) and found["read"].startswith(
                 ModelError.__name__
             )
 
