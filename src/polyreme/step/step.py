@@ -374,15 +374,10 @@ class Step:
         works = [bucket.gradients.gather() for bucket in self._buckets]
         self._updates.read_gradients()
         missing = sum(len(b.parameters) - len(b.gradients.ever_arrived) for b in self._buckets)
-        self._sums.reduce(self._squares(), missing, self.flags, self.buffers.has_news(), self.written)
+        self._sums.reduce(_squares(self), missing, self.flags, self.buffers.has_news(), self.written)
         self._unsaved = self._sums.totals.unsaved > 0
         for work in works:
             work.settle()  # the update scales gradients in place
-
-    def _squares(self) -> Tensor:
-        """The sum of squares of this rank's gradients."""
-        squares = [bucket.gradients.squares() for bucket in self._buckets]
-        return torch.stack(squares or [torch.zeros((), dtype=torch.float64, device=self._sums.device)]).sum()
 
     def so_far(self, parameter: Tensor) -> Tensor | None:
         """What this rank's backwards of the step have added up for a parameter, of the sum of their weighted
@@ -453,7 +448,7 @@ class Step:
     def norm(self) -> float:
         """The norm of these gradients, before clipping. All ranks must ask."""
         if self._rescaled:
-            self._sums.measure(self._squares())
+            self._sums.measure(_squares(self))
             self._rescaled = False
         return self._sums.norm(self._scale, master_dtype(DTYPES[self._settings.precision.compute]))
 
@@ -481,6 +476,12 @@ def _unused(buckets: Sequence[Bucket], sums: StepSums) -> dict[Bucket, set[int]]
     return {
         b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in buckets
     }
+
+
+def _squares(step: Step) -> Tensor:
+    """The sum of squares of this rank's gradients."""
+    squares = [bucket.gradients.squares() for bucket in step._buckets]
+    return torch.stack(squares or [torch.zeros((), dtype=torch.float64, device=step._sums.device)]).sum()
 
 
 def _begin_next(step: Step) -> None:
