@@ -33,10 +33,8 @@ OWN_GRAD: Any = Tensor.grad
 class Owner(Protocol):
     """What has the gradients of parameters."""
 
-    @property
-    def begun(self) -> bool:
-        """Whether it has some that are not applied yet."""
-
+    begun: bool
+    """Whether it has some that are not applied yet."""
     given: set[Tensor]
     """Parameters whose gradients a script set, and no step has taken."""
 
@@ -334,17 +332,17 @@ class WatchedParameter(FollowedParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, leaves = read(func, args, kwargs)
-        asked = [leaf for leaf in leaves if isinstance(leaf, WatchedParameter)]
-        kwargs, records = kwargs or {}, [*map(record_of, asked)]
-        for parameter, record in zip(asked, records, strict=True):
+        asked = [(leaf, record_of(leaf)) for leaf in leaves if isinstance(leaf, WatchedParameter)]
+        for parameter, record in asked:
+            call = (func, args, kwargs or {})
             if record.check is not None:
-                record.check(str(name), args, kwargs, record.name)
-            answer = record.presence.state.before(parameter, str(name), (func, args, kwargs), asked)
+                record.check(str(name), *call[1:], record.name)
+            answer = record.presence.state.before(parameter, str(name), call, [each for each, _ in asked])
             if answer is not NotImplemented:
                 return answer
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        for record in records:
+            result = func(*args, **(kwargs or {}))
+        for _, record in asked:
             record.presence.state.after(result)
         return result
 
