@@ -21,7 +21,7 @@ from polyreme.zero.gather import Unit
 from polyreme.zero.offload_tiers import OffloadTiers
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Placement:
     """All units and buckets of this rank's part of a model."""
 
