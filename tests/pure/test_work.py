@@ -45,3 +45,19 @@ def test_what_is_complete_is_not_done_again() -> None:
     work.settle()
     work.wait()
     assert finished == [1] and work.is_settled()
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_what_ends_is_waited_for_without_its_failure(settled: bool) -> None:
+    asked: list[bool] = []
+
+    def settle(block: bool) -> bool:
+        asked.append(block)
+        return True
+
+    work = Work(settled=settle)
+    assert work.join(settled) and asked == [True] * settled
+    broken = Work([Broken()], what="all-gather")  # type: ignore[list-item]
+    assert not broken.join(settled) and not broken.join()
+    with pytest.raises(TransportError, match="Connection closed by peer"):
+        broken.wait()

@@ -33,8 +33,10 @@ OWN_GRAD: Any = Tensor.grad
 class Owner(Protocol):
     """What has the gradients of parameters."""
 
-    begun: bool
-    """Whether it has some that are not applied yet."""
+    @property
+    def begun(self) -> bool:
+        """Whether it has some that are not applied yet."""
+
     given: set[Tensor]
     """Parameters whose gradients a script set, and no step has taken."""
 
