@@ -73,7 +73,7 @@ def count_flops(
     arguments, a tuple or list as positional ones. The result's `loss` is differentiated where it has one,
     else the sum of all differentiable outputs. Frozen parameters cost no gradient, as in a real step.
 
-    `recompute` names the submodules that are recomputed \(by torch's non-reentrant
+    `recompute` names the submodules that are recomputed (by torch's non-reentrant
     checkpoint, with `recompute_context` for selective recomputation). `dtype` replaces the dtype of all
     floating-point parameters, buffers and inputs: operations do not depend on it, but some operators exist in
     few dtypes.
