@@ -476,18 +476,20 @@ class Engine(ModuleFace):
             self._step.written.settle(self._training.saver.taken)
 
     @with_gradients
-    def sleep(self, *kinds: Numbers, pin: bool = True) -> None:
+    def sleep(
+        self, *kinds: Numbers, pin: bool = True, since: str = "engine.sleep(): call engine.wake()"
+    ) -> None:
         """Free the device of this engine between two steps, until `wake`: "params", "masters" (of parameters
         in 16 bits), "states" and "gradients" (whose buffers are let go of), or all where none is named, go to
         host memory, pinned unless `pin` is false. What is on the host or in files already stays there. All
         ranks must call.
 
-        What needs what is away raises ModelError: without states and masters, forwards, backwards and
-        `full_parameters()` to read work still. Raises OrderError in the middle of a step."""
+        What needs what is away raises ModelError, which names `since`: without states and masters, forwards,
+        backwards and `full_parameters()` to read work still. Raises OrderError in the middle of a step."""
         self._refuse_within_step("sleep")
         self.wait()
         self._take_in_writes()
-        self._training.sleep.sleep(kinds or KINDS, pin)
+        self._training.sleep.sleep(kinds or KINDS, pin, since)
 
     @with_gradients
     def wake(self) -> tuple[Numbers, ...]:

@@ -49,10 +49,7 @@ class BucketMemory:
 Kind = Literal["params", "masters", "states", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """What of a bucket may be away from the device between steps (`zero.sleep`)."""
-ASLEEP = (
-    "{}: away from the device since engine.sleep(), or offload_states() on the DeepSpeed door: call "
-    "engine.wake(), or reload_states()"
-)
+ASLEEP = "{}: away from the device since {}"
 
 
 class Bucket:
@@ -78,7 +75,7 @@ class Bucket:
         self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
         self._quantized = False  # what the full buffer has is what was sent in a byte each
         self._summoned: Tensor | None = None  # the parameters' memory while they are in the user's hands
-        self.asleep: set[Kind] = set()
+        self.asleep: dict[Kind, str] = {}
         """What is away from the device."""
         self._allocate()
         self.presence = Presence(zip(self.parameters, (slot.name for slot in layout.slots), strict=True))
@@ -119,8 +116,8 @@ class Bucket:
 
     def require(self, *kinds: Kind) -> None:
         """Raise ModelError where any of these is away."""
-        if gone := self.asleep.intersection(kinds):
-            raise ModelError(ASLEEP.format(f"{', '.join(sorted(gone))}{self._of}"))
+        if gone := sorted(self.asleep.keys() & {*kinds}):
+            raise ModelError(ASLEEP.format(f"{', '.join(gone)}{self._of}", self.asleep[gone[0]]))
 
     # ---- parameters
 

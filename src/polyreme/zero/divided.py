@@ -33,9 +33,9 @@ class Share(State):
     parameter's end. While its model is built, what asks for the numbers gets them; afterwards that is a
     ModelError."""
 
-    def __init__(self, numbers: Tensor, axis: Axis, source: int) -> None:
-        """Takes rank `source`'s numbers."""
-        self.axis, self.shape, self.device = axis, numbers.shape, numbers.device
+    def __init__(self, numbers: Tensor, axis: Axis, source: int, way: str) -> None:
+        """Takes rank `source`'s numbers. way: how to get at them, as an error says."""
+        self.axis, self.shape, self.device, self._way = axis, numbers.shape, numbers.device, way
         size = ceil_div(numbers.numel(), axis.size)
         self.part = torch.zeros(size, dtype=numbers.dtype)
         self.take(numbers, source)
@@ -84,8 +84,7 @@ class Share(State):
     def refuse(self, what: str, parameter: Tensor) -> None:
         raise ModelError(
             f"{what} of a parameter of shape {list(self.shape)}, of which each rank has a part since it was "
-            "made (under zero.Init): do it inside `with deepspeed.zero.GatheredParameters(parameter):` (with "
-            "modifier_rank= to change it), which every rank must enter, or where the model is built"
+            f"made{self._way}"
         )
 
 
@@ -94,12 +93,12 @@ def share_of(parameter: Tensor) -> Share | None:
     return state if isinstance(state := state_of(parameter), Share) else None
 
 
-def divide(parameters: Iterable[nn.Parameter], axis: Axis | None = None, source: int = 0) -> None:
+def divide(parameters: Iterable[nn.Parameter], way: str, axis: Axis | None = None, source: int = 0) -> None:
     """Keep of each parameter this rank's part of what rank `source` has, and leave it empty. All ranks must
-    call."""
+    call. way: how to get at its numbers, as an error says."""
     for parameter in parameters:
         if share_of(parameter) is None:
-            _close(parameter, Share(parameter.data, axis or everyone(), source), empty=True)
+            _close(parameter, Share(parameter.data, axis or everyone(), source, way), empty=True)
 
 
 def shaped(parameters: Iterable[nn.Parameter], empty: bool = False) -> None:
@@ -155,8 +154,8 @@ class _Building:
 
     current: _Building | None = None
 
-    def __init__(self, axis: Axis, noted: Noted) -> None:
-        self.axis, self._noted = axis, noted
+    def __init__(self, axis: Axis, noted: Noted, way: str) -> None:
+        self.axis, self._noted, self._way = axis, noted, way
         self._under: set[int] = set()  # modules whose `__init__` runs
         self._opened: list[nn.Parameter] = []
         self._made: list[nn.Parameter] = []
@@ -207,7 +206,7 @@ class _Building:
     def _divide(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             if _can_be_divided(parameter):
-                _close(parameter, Share(parameter.data, self.axis, 0))
+                _close(parameter, Share(parameter.data, self.axis, 0, self._way))
                 self._made.append(parameter)
                 self._noted(parameter)
 
@@ -241,13 +240,13 @@ class _Building:
 
 
 @contextmanager
-def building(noted: Noted) -> Iterator[None]:
-    """Modules made inside are divided as they are made; `noted` is called with each of their parameters. All
-    ranks must make the same. Inside of another one, it is a part of that."""
+def building(noted: Noted, way: str = ": do it where the model is built") -> Iterator[None]:
+    """Modules made inside are divided as they are made; `noted` is called with each of their parameters; way:
+    see `divide`. All ranks must make the same. Inside of another one, it is a part of that."""
     if _Building.current is not None:
         yield
         return
-    made = _Building(everyone(), noted)
+    made = _Building(everyone(), noted, way)
     made.begin()
     failed = True
     try:

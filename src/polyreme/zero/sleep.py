@@ -24,24 +24,24 @@ class Sleep:
     def __init__(self, buckets: Sequence[Bucket], updates: Iterable[Update]) -> None:
         self._buckets, self._updates = buckets, updates
         self._kept: list[tuple[UntypedStorage, Tensor]] = []  # empty ones, and what was in them
-        self.kinds: set[Kind] = set()
+        self.kinds: dict[Kind, str] = {}
 
     def refuse(self) -> None:
         """Raise ModelError if anything is away."""
         if self.kinds:
-            raise ModelError(ASLEEP.format(", ".join(sorted(self.kinds))))
+            raise ModelError(ASLEEP.format(", ".join(sorted(self.kinds)), min(self.kinds.values())))
 
-    def sleep(self, kinds: Collection[Kind], pin: bool) -> None:
+    def sleep(self, kinds: Collection[Kind], pin: bool, since: str) -> None:
         """Have these be in host memory, which is pinned if so said; gradients are let go of, as there are
-        none between steps."""
+        none between steps. since: what was called, and what undoes it."""
         if any(bucket.is_summoned for bucket in self._buckets):
             raise ModelError(
                 "engine.sleep() inside of engine.full_parameters(): call it behind the with block"
             )
         for kind in KINDS:
             if kind in kinds and kind not in self.kinds:
-                self._take(kind, pin)
-                self.kinds.add(kind)
+                self._take(kind, pin, since)
+                self.kinds[kind] = since
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -60,14 +60,14 @@ class Sleep:
         self.kinds.clear()
         return found
 
-    def _take(self, kind: Kind, pin: bool) -> None:
+    def _take(self, kind: Kind, pin: bool, since: str) -> None:
         for bucket in self._buckets:
             bucket.release()
             bucket.settle()
             if kind == "gradients":
                 bucket.gradients.drop()
                 continue
-            bucket.asleep.add(kind)
+            bucket.asleep[kind] = since
             if kind == "params" and not bucket.sharded:
                 bucket.presence.become(RELEASED, bucket.parameters)
         for tensor in self._memory(kind):

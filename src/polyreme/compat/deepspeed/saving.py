@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from polyreme.checkpoint.files import read_name
 from polyreme.compat.deepspeed.refusal import ArgumentError, TagError, refused
+from polyreme.compat.deepspeed.runtime.zero.offload_states import SINCE
 from polyreme.compat.deepspeed.utils.logging import log_dist, log_dist_once, logger
 from polyreme.errors import CheckpointError
 from polyreme.zero.parameter import WHOLE, record_of, state_of
@@ -87,7 +88,7 @@ def save(
         engine.polyreme.save(folder / name, extra={DOOR: extra}, adapters_only=alone)
     finally:
         if away:
-            engine.polyreme.sleep(*away)
+            engine.polyreme.sleep(*away, since=SINCE)
     if engine.global_rank == 0:
         if save_latest:
             replace_text(folder / LATEST, name)

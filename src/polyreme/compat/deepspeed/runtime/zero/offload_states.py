@@ -20,6 +20,8 @@ _KINDS: dict[OffloadStateTypeEnum, Kind] = {
     OffloadStateTypeEnum.lp_grads: "gradients",
     OffloadStateTypeEnum.contiguous_grad_buffer: "gradients",
 }
+SINCE = "engine.sleep(), or offload_states() on the DeepSpeed door: call engine.wake(), or reload_states()"
+"""What errors say of what is away, and how it comes back."""
 
 
 def offload(
@@ -48,7 +50,7 @@ def offload(
     if device == "none":
         logger.warning("No device specified for offloading states.")
     elif kinds := {kind for state, kind in _KINDS.items() if include is None or state in include}:
-        engine.polyreme.sleep(*kinds, pin=pin_memory)
+        engine.polyreme.sleep(*kinds, pin=pin_memory, since=SINCE)
 
 
 def reload(engine: DeepSpeedEngine, non_blocking: bool = False) -> None:

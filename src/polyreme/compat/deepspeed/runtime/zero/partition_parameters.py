@@ -38,6 +38,10 @@ _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
 _orig_torch_tensor = torch.tensor
 _IDS = count()
+_WAY = (
+    " (under zero.Init): do it inside `with deepspeed.zero.GatheredParameters(parameter):` (with "
+    "modifier_rank= to change it), which every rank must enter, or where the model is built"
+)
 partitioned_param_data_shape = [0]
 """The shape of a parameter that is divided, before `initialize`."""
 INIT_OPTIONS = {
@@ -184,13 +188,13 @@ class Init(AbstractContextManager["Init"]):
         if self._enabled:
             init_distributed()
         if module is not None and self._enabled:
-            divide(module.parameters())
+            divide(module.parameters(), _WAY)
             for parameter in module.parameters():
                 _divided(parameter)
 
     def __enter__(self) -> Self:
         if self._enabled:
-            self._stack.enter_context(building(_divided))
+            self._stack.enter_context(building(_divided, _WAY))
             if self._dtype is not None:
                 self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)
