@@ -16,7 +16,7 @@ import pytest
 from polyreme.errors import LaunchError
 from polyreme.launch import frames, hostfile, mpirun, on_host, several
 from polyreme.launch.frames import ERRORS, OUTPUT, Frame
-from polyreme.launch.streams import Printer
+from polyreme.launch.streams import Pipes, Printer
 
 HOSTS = {"a": 2, "b": 1}
 
@@ -116,6 +116,21 @@ def test_whose_output_is_printed_how(capsysbinary: pytest.CaptureFixture[bytes])
     out, errors = capsysbinary.readouterr()
     assert out == b"\r 10%[b 1] one\n[b 1] two\n[b 1] \n[b 1] last\n[b 2] lost\n"
     assert errors == b"a: rank 0 (ssh)\nb: ranks 1 to 2 (ssh)\n[b 1] bad\n"
+
+
+def test_all_that_ranks_print_is_handed_on_though_others_hold_their_pipes() -> None:
+    frames: list[Frame] = []
+    pipes = Pipes(frames.append)
+    held, ended = pipes.open(3, OUTPUT), pipes.open(4, ERRORS)
+    os.write(held, b"by one that started a process")
+    os.write(ended, b"by one that did not")
+    os.close(ended)
+    pipes.start()
+    pipes.close()
+    assert [each.data for each in frames if each.rank == 3] == [b"by one that started a process", b""]
+    assert [each.data for each in frames if each.rank == 4] == [b"by one that did not", b""]
+    assert {(each.rank, each.kind) for each in frames} == {(3, OUTPUT), (4, ERRORS)}
+    os.close(held)
 
 
 def test_a_hostfile_of_another_system(tmp_path: Path) -> None:

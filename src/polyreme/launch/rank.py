@@ -62,8 +62,8 @@ def main(arguments: list[str]) -> None:
         if end.code not in (None, 0):
             _fail(end, end.code if isinstance(end.code, int) else 1)
     except Exception as error:
-        # nothing of the module has run
-        if is_module and isinstance(error, ImportError) and _last_file(error) == "<frozen runpy>":
+        file = traceback.extract_tb(error.__traceback__)[-1].filename
+        if is_module and isinstance(error, ImportError) and file == "<frozen runpy>":  # nothing of it has run
             error = LaunchError(
                 f"-m {target}: {error}; name a module that Python finds from {Path.cwd()}, or give a script"
             )
@@ -109,11 +109,6 @@ def _become(command: list[str]) -> NoReturn:
         os.execvp(command[0], command)
     except OSError as error:
         _fail(LaunchError(f"the program {command[0]!r} cannot be run: {error.strerror}"), 1)
-
-
-def _last_file(error: Exception) -> str:
-    """The file whose code raised."""
-    return traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def _fail(error: Exception | SystemExit, status: int) -> NoReturn:
