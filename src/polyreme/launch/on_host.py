@@ -82,12 +82,10 @@ def _look(wish: Mapping[str, Any]) -> dict[str, Any]:
     # "client port server port", where ssh has set it
     reached = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     return {
-        "name": socket.gethostname(),
         "machine": identity(),
         "versions": versions(),
         "reached": [address for address in reached if not is_loopback(address)],
         "problems": problems,
-        "time": time.time(),
     }
 
 
