@@ -14,7 +14,7 @@ from torch import nn
 from polyreme.config import Config
 from polyreme.distributed.mesh import SimulatedMesh
 from polyreme.models import huggingface
-from polyreme.optim.groups import recipe
+from polyreme.optim.groups import Group, Recipe, recipe
 from polyreme.placement.buckets import specify
 from polyreme.placement.dividing import cut, divide
 from polyreme.step.settings import pipeline_rank, placement_settings
@@ -144,11 +144,25 @@ def test_which_buckets_have_their_states_in_a_store(states: Any, away: float) ->
 
 def test_small_parameters_that_stay_whole_are_of_the_root() -> None:
     config = resolved({"dp": 2}, zero={"stage": 3, "min_bucket": 0, "persistence_threshold": 4 * WIDTH})
-    whole = [spec for spec in specs_of(meta_model(), config, 0)[()] if spec.persistent]
-    assert {spec.residency.params for spec in whole} == {"full"}
+    whole = [spec for spec in specs_of(meta_model(), config, 0)[()] if spec.residency.params == "full"]
     assert {name for spec in whole for names in spec.names for name in names} == {
         f"blocks.{i}.{each}.bias" for i in range(3) for each in ("up", "down")
     }
+
+
+def test_a_model_without_an_optimizer_has_its_place() -> None:
+    """As for a model that only computes: nothing of it is trained, or has states."""
+    model, config = meta_model(), resolved({"dp": 4})
+    mesh = SimulatedMesh.of(config.axes, config.mesh.order, 3, CPU)
+    names = [name for name, _ in model.named_parameters()]
+    alone = Recipe((Group(nn.Identity, "element"),), dict.fromkeys(names, 0), left_out=frozenset(names))
+    settings = placement_settings(config, CPU)
+    division = divide(model, None, pipeline_rank(config, mesh), settings, mesh)
+    specs = specify(model, ["blocks.0", "blocks.1"], alone, settings, mesh.loss, division)
+    assert not any(spec.trainable for each in specs.values() for spec in each)
+    assert sum(spec.layout.used for each in specs.values() for spec in each) == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 def test_tensor_parallel_ranks_count_their_parts_and_the_first_what_all_have() -> None:

@@ -33,7 +33,7 @@ def specify(
     settings: PlacementSettings,
     axis: Axis,
     division: Division,
-) -> dict[Names, list[BucketSpec]]:
+) -> Mapping[Names, list[BucketSpec]]:
     """The buckets of each unit of `model`, by the names of its blocks; the first is the root, of none.
 
     blocks: those that are gathered for each use. axis: the ranks that share buckets. `division` tells what
@@ -52,7 +52,7 @@ def specify(
             for each in of_kind.values()
             for part in _by_size(each, settings.zero.bucket_size)
         ]
-    return _offloaded(specs, settings)
+    return _with_states_off(specs, settings)
 
 
 def _by_size(found: Sequence[Entry], limit: int) -> list[list[Entry]]:
@@ -71,17 +71,20 @@ def _by_size(found: Sequence[Entry], limit: int) -> list[list[Entry]]:
 
 
 def _spec(found: Sequence[Entry], settings: PlacementSettings, axis: Axis, division: Division) -> BucketSpec:
-    """A bucket of these parameters, which are of one kind, all of it on the device."""
+    """A bucket of these parameters, which are of one kind, with its states on the device."""
     assert settings.zero.stage != "auto"
     kind, names = found[0], {entry.name: entry.names for entry in found}
     tensors = [TensorSpec(each.name, tuple(each.parameter.shape), each.group) for each in found]
     layout = BucketLayout.build(tensors, axis.size, kind.boundary)
     quantized = settings.formats.quantized and kind.dtype.is_floating_point
     residency = Residency.of_stage(settings.zero.stage)
+    offloaded: set[Offloaded] = set()
     if kind.persistent:
         residency = replace(residency, params="full")
+    elif tiers_of(settings.memory.params)[0] != ["device"]:
+        offloaded = {"params"}
     if axis.size == 1:  # its shard is the whole
-        residency = Residency("full", "full", "shard")
+        residency = Residency("shard" if offloaded else "full", "full", "shard")
     return BucketSpec(
         layout,
         [names[slot.name] for slot in layout.slots],
@@ -89,10 +92,10 @@ def _spec(found: Sequence[Entry], settings: PlacementSettings, axis: Axis, divis
         residency,
         settings.formats if kind.trainable else Formats(kind.dtype, kind.dtype, quantized),
         settings.accumulation if kind.trainable else None,
+        offloaded,
         stages=kind.sharding.stages,
         tie=division.ties.get(division.ranks_of(kind.sharding.stages)),
         counted=_counted(kind, layout, axis, division),
-        persistent=kind.persistent,
         at=kind.at,
     )
 
@@ -117,35 +120,24 @@ def _counted(
     ]
 
 
-def _offloaded(
-    specs: Mapping[Names, Sequence[BucketSpec]], settings: PlacementSettings
-) -> dict[Names, list[BucketSpec]]:
-    """The same, with what of each bucket is in a store as the settings say: of the states a share, of the
-    parameters all."""
-    states, share = tiers_of(settings.memory.states)
-    params, _ = tiers_of(settings.memory.params)
+def _with_states_off(
+    specs: Mapping[Names, list[BucketSpec]], settings: PlacementSettings
+) -> Mapping[Names, list[BucketSpec]]:
+    """The same, with the states of a share of the buckets in a store, as the settings say, and with them
+    gradients."""
+    where, share = tiers_of(settings.memory.states)
+    if where == ["device"]:
+        return specs
     trained = [spec for each in specs.values() for spec in each if spec.trainable]
-    away = {
-        spec
-        for spec, leaves in zip(trained, _taken((t.layout.size for t in trained), share), strict=True)
-        if leaves and states != ["device"]
-    }
+    taken = _taken((spec.layout.size for spec in trained), share)
+    away = {spec for spec, takes in zip(trained, taken, strict=True) if takes}
 
-    def with_stores(spec: BucketSpec) -> BucketSpec:
-        found: set[Offloaded] = set()
-        if spec in away:
-            found.add("states")
-            # else several ranks add theirs up at the end of a step
-            if settings.gradients_leave and spec.tie is None:
-                found.add("gradients")
-        residency = spec.residency
-        if params != ["device"] and not spec.persistent:
-            found.add("params")
-            if spec.axis.size == 1:
-                residency = replace(residency, params="shard")
-        return replace(spec, offloaded=found, residency=residency)
+    def moved(spec: BucketSpec) -> BucketSpec:
+        # those of a tie are added up by several ranks at the end of a step
+        also: set[Offloaded] = {"gradients"} if settings.gradients_leave and spec.tie is None else set()
+        return replace(spec, offloaded={*spec.offloaded, "states", *also})
 
-    return {names: [with_stores(spec) for spec in each] for names, each in specs.items()}
+    return {names: [moved(spec) if spec in away else spec for spec in each] for names, each in specs.items()}
 
 
 def _taken(sizes: Iterable[int], share: float) -> Iterator[bool]:

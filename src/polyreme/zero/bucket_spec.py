@@ -33,9 +33,8 @@ class BucketSpec:
     accumulation: how micro-batches of a step are added up; None where nothing is trained. stages: those of
     the pipeline that use the bucket; tie: the ranks of the pipeline that have a copy of it, if others do.
     counted: which of this rank's numbers count in a sum over all ranks of the model: all, none, or (each in
-    what begins at an element of the flat buffer) those that no other rank holds. persistent: whether its
-    parameters stay whole at stage 3, too. at: where its first parameter comes in the order of
-    registration."""
+    what begins at an element of the flat buffer) those that no other rank holds. at: where its first
+    parameter comes in the order of registration."""
 
     layout: BucketLayout
     names: Sequence[Sequence[str]]
@@ -47,7 +46,6 @@ class BucketSpec:
     stages: tuple[int, ...] = (0,)
     tie: Axis | None = None
     counted: bool | Sequence[tuple[int, StridedRange]] = True
-    persistent: bool = False
     at: int = 0
 
     @property
