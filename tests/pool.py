@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from polyreme.distributed.world import current
 from polyreme.launch.processes import die_with_parent
-from polyreme.step.user_backward import listeners
+from polyreme.step.user.backward import listeners
 
 WARM_RANKS = 8  # idle ranks kept over all world sizes; beyond it the pool used longest ago goes
 _NOTHING = pickle.dumps(None)

@@ -14,7 +14,7 @@ from polyreme import Engine
 from polyreme.checkpoint.save import Payload
 from polyreme.offload.optimizer_states import StateExtent
 from polyreme.pipeline.schedule import Action
-from polyreme.step.engine_state import payload
+from polyreme.step.state.engine_state import payload
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.buffer_pool import Pool
 

@@ -37,24 +37,15 @@ from polyreme.placement.dividing import divide_again
 from polyreme.placement.full_parameters import readable, writable
 from polyreme.placement.opening import Model
 from polyreme.placement.refresh import refuse_own_shapes
-from polyreme.step import report
-from polyreme.step.activations import Activations
-from polyreme.step.arguments import named_as_ours, one_batch
-from polyreme.step.batches import BatchComparison, micro_batches
+from polyreme.step.batch.batches import BatchComparison, micro_batches
+from polyreme.step.batch.loaders import Loaders
 from polyreme.step.engine_context import EngineContext
-from polyreme.step.engine_state import Loaded
-from polyreme.step.grad_mode import with_gradients
-from polyreme.step.gradients import Gradients
-from polyreme.step.loaders import Loaders
-from polyreme.step.loss import LossFn
-from polyreme.step.module_face import ModuleFace
-from polyreme.step.optimizer_view import OptimizerView
-from polyreme.step.out_of_memory import tells_of_memory
-from polyreme.step.parameter_numbers import ParameterNumbers
+from polyreme.step.loss.objective import LossFn
+from polyreme.step.memory import report
+from polyreme.step.memory.activations import Activations
+from polyreme.step.memory.out_of_memory import tells_of_memory
 from polyreme.step.passes import EvalResult
 from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
-from polyreme.step.progress import State
-from polyreme.step.randomness import Kind, Randomness
 from polyreme.step.settings import (
     first_batch,
     how_to_meet,
@@ -64,8 +55,17 @@ from polyreme.step.settings import (
     placement_settings,
     training_settings,
 )
+from polyreme.step.state.engine_state import Loaded
+from polyreme.step.state.progress import State
+from polyreme.step.state.randomness import Kind, Randomness
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
+from polyreme.step.user.arguments import named_as_ours, one_batch
+from polyreme.step.user.grad_mode import with_gradients
+from polyreme.step.user.gradients import Gradients
+from polyreme.step.user.module_face import ModuleFace
+from polyreme.step.user.optimizer_view import OptimizerView
+from polyreme.step.user.parameter_numbers import ParameterNumbers
 from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.bucket import KINDS
 from polyreme.zero.bucket import Kind as Numbers
@@ -97,7 +97,7 @@ def initialize(
         they are at each step, they follow), or None: the config's.
     lr_scheduler: a torch scheduler, or a function of an optimizer that returns one: followed in place of the
         config's schedule, and stepped after every step.
-    loss_fn: see `polyreme.step.loss.LossFn`; None: the model returns its loss.
+    loss_fn: see `polyreme.step.loss.objective.LossFn`; None: the model returns its loss.
 
     Raises ConfigError with every problem of the config, and ModelError for a model that cannot be trained.
     """

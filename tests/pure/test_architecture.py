@@ -85,7 +85,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2522,
     "cli": 1267,
-    "compat": 8006,
+    "compat": 8009,
     "config": 1053,
     "data": 674,
     "deferred_init": 416,
@@ -93,7 +93,7 @@ BUDGETS = {
     "files": 324,
     "integrations": 386,
     "job": 749,
-    "launch": 3083,
+    "launch": 3082,
     "layout": 393,
     "models": 958,
     "monitor": 508,
@@ -104,7 +104,7 @@ BUDGETS = {
     "planner": 173,
     "step": 3827,
     "tensor": 1883,
-    "zero": 2223,
+    "zero": 2222,
     "": 462,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A

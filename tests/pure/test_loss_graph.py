@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyreme.errors import BatchError
-from polyreme.step.loss_graph import doubt, mixes, refuse_scaled, weight_of
+from polyreme.step.loss.graph import doubt, mixes, refuse_scaled, weight_of
 
 LOGITS = torch.randn(6, 4, requires_grad=True)
 LABELS = torch.tensor([0, 1, -100, 3, 2, -100])

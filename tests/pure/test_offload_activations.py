@@ -22,7 +22,7 @@ from polyreme.models.patches import Patches
 from polyreme.offload import host
 from polyreme.offload.activations import ActivationOffload
 from polyreme.offload.space import Allocation, Space
-from polyreme.step.recomputation import measure, wrap_blocks
+from polyreme.step.memory.recomputation import measure, wrap_blocks
 
 CPU = torch.device("cpu")
 WIDTH, ROWS, BLOCKS = 32, 64, 5

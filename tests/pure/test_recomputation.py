@@ -14,7 +14,7 @@ import models
 from polyreme.errors import ConfigError
 from polyreme.models.huggingface import find_blocks
 from polyreme.models.patches import Patches
-from polyreme.step.recomputation import measure, wrap_blocks
+from polyreme.step.memory.recomputation import measure, wrap_blocks
 
 
 class Half(nn.Module):

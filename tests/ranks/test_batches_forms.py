@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import polyreme
 import training
 from polyreme.errors import BatchError
-from polyreme.step.batches import digest, split
+from polyreme.step.batch.batches import digest, split
 from polyreme.step.precision import cast_floating
 from pool import Ranks
 

@@ -19,7 +19,7 @@ import threads
 import training
 from models import Wide
 from polyreme.errors import BatchError
-from polyreme.step.batches import leading_sizes, split
+from polyreme.step.batch.batches import leading_sizes, split
 
 STAGES = (0, 2, 3)
 IMAGE, BEGIN, END = 40, 42, 43

@@ -23,7 +23,7 @@ from torch import nn
 
 import models
 import polyreme
-import polyreme.step.engine_state
+import polyreme.step.state.engine_state
 import probe
 import training
 from cover import cover, together

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 import polyreme
 import threads
 from polyreme.errors import ModelError
-from polyreme.step import user_backward
+from polyreme.step.user import backward as user_backward
 
 
 def begun(world: int = 1, stage: int = 2, own: bool = False, compute: str = "fp32") -> tuple[Any, Any]:

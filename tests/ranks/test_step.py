@@ -25,8 +25,8 @@ import training
 from examples import whole as whole_product
 from polyreme import engine as engine_module
 from polyreme.errors import BatchError, ModelError, NumericsError, OrderError
-from polyreme.step import loss as objective_module
 from polyreme.step import passes
+from polyreme.step.loss import objective as objective_module
 from pool import Ranks
 
 FP64 = {"precision": {"compute": "fp64"}}

@@ -25,7 +25,7 @@ from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models.huggingface import find_blocks
 from polyreme.models.patches import Patches
-from polyreme.step.recomputation import wrap_blocks
+from polyreme.step.memory.recomputation import wrap_blocks
 from polyreme.tensor.gradient_states import GradientStates
 from polyreme.tensor.parallelize import parallelize
 from polyreme.tensor.plan import plan

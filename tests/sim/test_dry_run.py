@@ -19,7 +19,7 @@ import training
 from cover import ALL, cover
 from polyreme.config import Config
 from polyreme.placement.memory_model import working_set
-from polyreme.step.dry_run import place
+from polyreme.step.memory.dry_run import place
 from polyreme.step.settings import run_settings
 
 MESHES = ({}, {"tp": 2}, {"pp": 2}, {"dp": 4}, {"tp": 2, "pp": 2})

@@ -20,9 +20,9 @@ import training
 from cover import ALL
 from polyreme.config import Config
 from polyreme.job import fit
-from polyreme.step import fit as step
-from polyreme.step.fit import GIB, USED, Fit
-from polyreme.step.kept import Kept, kept
+from polyreme.step.memory import fit as step
+from polyreme.step.memory.fit import GIB, USED, Fit
+from polyreme.step.memory.kept import Kept, kept
 from polyreme.step.settings import run_settings
 
 LLAMA = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}

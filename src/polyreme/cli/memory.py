@@ -1,5 +1,5 @@
 """What ranks will have in memory, as people and programs read it. Rendering only: figures come from
-`step.dry_run` and `placement.memory_model`."""
+`step.memory.dry_run` and `placement.memory_model`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of_ranks(config: Config) -> list[RankMemory]:
     # only here: most configs are shown without torch
     from polyreme.placement.memory_model import working_set
     from polyreme.planner.meta_model import expected
-    from polyreme.step.dry_run import place
+    from polyreme.step.memory.dry_run import place
     from polyreme.step.settings import run_settings
 
     sizes: dict[str, int] = {name: getattr(config.mesh, name) for name in config.mesh.order}

@@ -12,8 +12,8 @@ from polyreme.config import Config
 from polyreme.engine import Engine
 from polyreme.errors import ConfigError, Problem
 from polyreme.layout.mesh_axes import lines
-from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.step import StepResult
+from polyreme.step.user.optimizer_view import OptimizerView
 
 Source = str | Path | Mapping[str, Any] | Config
 """What a config may be given as."""

@@ -1,6 +1,6 @@
 """How many samples a micro-batch has of the model that a config names, where the config leaves that open.
 
-Communication: `agreed`; see `step.fit`.
+Communication: `agreed`; see `step.memory.fit`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import nn
 from polyreme.config import Config
 from polyreme.distributed.mesh import everyone
 from polyreme.planner.meta_model import expected, meta_model
-from polyreme.step import fit as step
-from polyreme.step.fit import Fit, derived, own_memory
-from polyreme.step.kept import device_of_ranks, kept
+from polyreme.step.memory import fit as step
+from polyreme.step.memory.fit import Fit, derived, own_memory
+from polyreme.step.memory.kept import device_of_ranks, kept
 from polyreme.step.settings import how_to_meet, refit, run_settings
 
 

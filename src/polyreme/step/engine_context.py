@@ -10,11 +10,11 @@ from typing import Any
 
 from polyreme.checkpoint.save import Saver
 from polyreme.distributed.mesh import Mesh
-from polyreme.step.activations import Activations
-from polyreme.step.loaders import Loaders
-from polyreme.step.optimizer_view import Source
-from polyreme.step.randomness import Randomness
+from polyreme.step.batch.loaders import Loaders
+from polyreme.step.memory.activations import Activations
+from polyreme.step.state.randomness import Randomness
 from polyreme.step.training_settings import TrainingSettings
+from polyreme.step.user.optimizer_view import Source
 
 
 @dataclass(frozen=True)

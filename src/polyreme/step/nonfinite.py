@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from polyreme.config.schema import PrecisionSection
 from polyreme.errors import NumericsError, warn
-from polyreme.step.progress import TrainingProgress
+from polyreme.step.state.progress import TrainingProgress
 from polyreme.step.totals import Totals
 
 

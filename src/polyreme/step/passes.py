@@ -23,11 +23,11 @@ from polyreme.pipeline.executor import Calls, Row, RunStage, Stages
 from polyreme.pipeline.placeholders import absent, shown
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Action, next_backwards
-from polyreme.step.batches import MicroBatch, filled, is_list, micro_batches, micro_batches_of
+from polyreme.step.batch.batches import MicroBatch, filled, is_list, micro_batches, micro_batches_of
 from polyreme.step.engine_context import EngineContext
-from polyreme.step.fit import UNKNOWN, FirstBatch, agreed, derived
-from polyreme.step.loss import Objective
-from polyreme.step.loss_graph import Unrecorded, of_no_engine, refuse_penalty
+from polyreme.step.loss.graph import Unrecorded, of_no_engine, refuse_penalty
+from polyreme.step.loss.objective import Objective
+from polyreme.step.memory.fit import UNKNOWN, FirstBatch, agreed, derived
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
 from polyreme.step.step import Step, count_elsewhere
 from polyreme.tensor.rng import generators, go_on_from

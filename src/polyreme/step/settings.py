@@ -22,12 +22,12 @@ from polyreme.optim.groups import Recipe
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.opening import Model, open_model
 from polyreme.placement.settings import PlacementSettings
-from polyreme.step.batches import Batches, Batching
-from polyreme.step.dry_run import RunSettings
-from polyreme.step.fit import FirstBatch
-from polyreme.step.kept import ForwardSettings, device_of_ranks
-from polyreme.step.loss import LossFn, Objective
-from polyreme.step.loss_graph import refuse_tables
+from polyreme.step.batch.batches import Batches, Batching
+from polyreme.step.loss.graph import refuse_tables
+from polyreme.step.loss.objective import LossFn, Objective
+from polyreme.step.memory.dry_run import RunSettings
+from polyreme.step.memory.fit import FirstBatch
+from polyreme.step.memory.kept import ForwardSettings, device_of_ranks
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype, warn_of_default
 from polyreme.step.training_settings import TrainingSettings
 from polyreme.zero.formats import Formats

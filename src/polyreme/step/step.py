@@ -21,17 +21,17 @@ from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
 from polyreme.placement.full_parameters import Written
 from polyreme.placement.placement import Placement
-from polyreme.step import given_gradients
 from polyreme.step.accumulation import has_room, keep_adding, make_room
-from polyreme.step.batches import MicroBatch
-from polyreme.step.loss_graph import refuse_by_frequency
+from polyreme.step.batch.batches import MicroBatch
+from polyreme.step.loss.graph import refuse_by_frequency
 from polyreme.step.nonfinite import NonFinite
 from polyreme.step.order import Order, Plan
 from polyreme.step.precision import DTYPES, clip_factor, loss_scale, master_dtype
-from polyreme.step.progress import State, TrainingProgress
 from polyreme.step.replicas import looks
+from polyreme.step.state.progress import State, TrainingProgress
 from polyreme.step.totals import Flags, StepSums, power_of_two
 from polyreme.step.training_settings import TrainingSettings
+from polyreme.step.user import given_gradients
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.gather import Blocks
 from polyreme.zero.parameter import own

@@ -18,7 +18,7 @@ from torch import Tensor
 from polyreme.distributed.mesh import Mesh
 from polyreme.optim.options import Options
 from polyreme.placement.full_parameters import Written
-from polyreme.step.batches import Batching
+from polyreme.step.batch.batches import Batching
 from polyreme.step.like_options import compare, fingerprint
 from polyreme.step.precision import norm_of
 from polyreme.step.replicas import Replicas

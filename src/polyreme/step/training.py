@@ -23,17 +23,17 @@ from polyreme.optim.options import Options
 from polyreme.placement.build import Built
 from polyreme.placement.placement import Placement
 from polyreme.placement.refresh import carry
-from polyreme.step import given_gradients, other_optimizers
 from polyreme.step.engine_context import EngineContext
-from polyreme.step.engine_state import EngineState, Loaded, adapters, adapters_alone, payload, restore
-from polyreme.step.fit import FirstBatch
-from polyreme.step.loss import Objective
-from polyreme.step.loss_graph import refuse_tables
+from polyreme.step.loss.graph import refuse_tables
+from polyreme.step.loss.objective import Objective
+from polyreme.step.memory.fit import FirstBatch
 from polyreme.step.passes import Passes
 from polyreme.step.replicas import Replicas
+from polyreme.step.state.engine_state import EngineState, Loaded, adapters, adapters_alone, payload, restore
 from polyreme.step.step import Step
 from polyreme.step.totals import StepSums
-from polyreme.step.user_loop import Loop
+from polyreme.step.user import given_gradients, other_optimizers
+from polyreme.step.user.loop import Loop
 from polyreme.tensor.gradient_states import GradientStates
 from polyreme.tensor.states import PART, WHOLE
 from polyreme.zero.changes import Roster

@@ -15,7 +15,7 @@ from polyreme.config.schema import (
 )
 from polyreme.models.buffers import BufferSettings
 from polyreme.pipeline.rank import PipelineRank
-from polyreme.step.batches import Batches
+from polyreme.step.batch.batches import Batches
 from polyreme.zero.gradient_sums import Accumulation
 
 

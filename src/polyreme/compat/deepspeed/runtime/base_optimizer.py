@@ -21,8 +21,8 @@ from polyreme.errors import warn
 from polyreme.layout.region import Stored
 from polyreme.optim.groups import Lion
 from polyreme.optim.lamb import Lamb
-from polyreme.step.optimizer_view import OptimizerView
-from polyreme.step.parameter_numbers import GRADIENT
+from polyreme.step.user.optimizer_view import OptimizerView
+from polyreme.step.user.parameter_numbers import GRADIENT
 
 if TYPE_CHECKING:
     from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine

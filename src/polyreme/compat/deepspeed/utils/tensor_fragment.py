@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from polyreme.compat.deepspeed.refusal import OrderError
 from polyreme.layout.region import MASTER
-from polyreme.step.parameter_numbers import GRADIENT, ParameterNumbers
+from polyreme.step.user.parameter_numbers import GRADIENT, ParameterNumbers
 from polyreme.zero.parameter import engine_of
 
 

@@ -25,7 +25,7 @@ from polyreme.compat.deepspeed.refusal import GatherError, refused
 from polyreme.compat.deepspeed.runtime.zero.parameter_offload import external_parameters
 from polyreme.errors import ModelError
 from polyreme.layout.region import MASTER
-from polyreme.step.equal_part import EqualPart
+from polyreme.step.user.equal_part import EqualPart
 from polyreme.zero.divided import building, divide, gathered, share_of
 from polyreme.zero.parameter import TrainedParameter, engine_of, state_of
 

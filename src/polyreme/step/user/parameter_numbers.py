@@ -21,8 +21,8 @@ from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut, Slot
 from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER
-from polyreme.step.equal_part import EqualPart
 from polyreme.step.training import Training
+from polyreme.step.user.equal_part import EqualPart
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.parameter import in_backward, name_of
 from polyreme.zero.sharded_optimizer import Update

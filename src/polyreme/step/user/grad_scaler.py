@@ -2,7 +2,7 @@
 engine scales losses by itself.
 
 Invariant: `torch.amp.GradScaler` is torch's own again when no loop of the user's own is there any more
-(`user_backward`). A backward that
+(`user.backward`). A backward that
 comes to no engine, and a scaler that is not enabled, are none of its business. No communication."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from polyreme.errors import ModelError
-from polyreme.step.other_optimizers import is_given
+from polyreme.step.user.other_optimizers import is_given
 
 _OWN: dict[str, Callable[..., Any]] = {}
 _scaled = -1  # autograd's number of the last backward that came through a scaled loss

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyreme.errors import ModelError, named
-from polyreme.step.engine_state import EngineState
+from polyreme.step.state.engine_state import EngineState
 
 
 class Keys(NamedTuple):

@@ -18,9 +18,9 @@ from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.watch import collective
 from polyreme.errors import ModelError, OrderError, warn
 from polyreme.layout.mesh_axes import AXES
-from polyreme.step import whole_tensors
-from polyreme.step.grad_mode import with_gradients
+from polyreme.step.state import whole_tensors
 from polyreme.step.training import Training
+from polyreme.step.user.grad_mode import with_gradients
 
 CLIP = "set optimizer.clip in the config, or call engine.gradients().clip_(max_norm) before engine.step()"
 SETTABLE = {"module", "on_gradients"}

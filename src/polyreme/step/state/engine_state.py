@@ -41,8 +41,8 @@ from polyreme.models.tensor_access import entries
 from polyreme.placement.full_parameters import readable
 from polyreme.placement.placement import Placement
 from polyreme.placement.sharded_state import frozen, masters, saved, states
-from polyreme.step.loaders import Loaders
-from polyreme.step.randomness import Randomness
+from polyreme.step.batch.loaders import Loaders
+from polyreme.step.state.randomness import Randomness
 from polyreme.step.step import Step
 from polyreme.step.training_settings import TrainingSettings
 from polyreme.tensor.rng import generators, go_on_from

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyreme.step import grad_scaler
+from polyreme.step.user import grad_scaler
 
 
 class Listener(Protocol):

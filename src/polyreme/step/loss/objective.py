@@ -29,8 +29,8 @@ from polyreme.models.huggingface import (
     tensors_in,
     training_arguments,
 )
-from polyreme.step.batches import leading_sizes
-from polyreme.step.loss_graph import doubt
+from polyreme.step.batch.batches import leading_sizes
+from polyreme.step.loss.graph import doubt
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
 """loss_fn(output, target) -> mean loss (scalar), or (sum of losses, weight). `target` is the batch's last

@@ -24,7 +24,7 @@ from polyreme.placement.build import share_out
 from polyreme.placement.dividing import cut, divide
 from polyreme.placement.placement import Placement
 from polyreme.placement.settings import PlacementSettings
-from polyreme.step.kept import ForwardSettings
+from polyreme.step.memory.kept import ForwardSettings
 from polyreme.zero.bucket_memory import staying
 from polyreme.zero.updates import Updates
 

@@ -22,8 +22,8 @@ from polyreme.errors import PolyremeError
 from polyreme.models import huggingface
 from polyreme.models.huggingface import tensors_in
 from polyreme.models.wrappers import unwrap
+from polyreme.step.memory.recomputation import overloads
 from polyreme.step.precision import DTYPES, autocast
-from polyreme.step.recomputation import overloads
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from polyreme.offload import host
 from polyreme.pipeline.profile import copy_to
 from polyreme.pipeline.schedule import build, peak_activations, stage_ranks
 from polyreme.placement.memory_model import working_set
-from polyreme.step.batches import MicroBatch
-from polyreme.step.dry_run import RunSettings, place
-from polyreme.step.kept import Kept, device_of_ranks, kept_by
-from polyreme.step.loss import Objective
+from polyreme.step.batch.batches import MicroBatch
+from polyreme.step.loss.objective import Objective
+from polyreme.step.memory.dry_run import RunSettings, place
+from polyreme.step.memory.kept import Kept, device_of_ranks, kept_by
 
 USED = 0.85
 """What of a rank's memory is planned with: operators, the allocator and libraries have the rest."""

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
-from polyreme.step.optimizer_view import SPREAD
+from polyreme.step.user.optimizer_view import SPREAD
 from polyreme.zero.parameter import is_trained, name_of
 
 

@@ -16,7 +16,7 @@ from polyreme.config.schema import MemorySection
 from polyreme.models.patches import Patches
 from polyreme.offload.activations import ActivationOffload
 from polyreme.optim.sparse_rows import look_up_by_rows
-from polyreme.step.recomputation import Saved, measure, wrap_blocks
+from polyreme.step.memory.recomputation import Saved, measure, wrap_blocks
 
 
 class Activations:

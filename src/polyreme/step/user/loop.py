@@ -31,12 +31,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from polyreme.errors import BatchError, OrderError
 from polyreme.models.huggingface import count_tokens, returned
-from polyreme.step import grad_scaler
-from polyreme.step.batches import Batches, samples_of
-from polyreme.step.loss import Objective
-from polyreme.step.loss_graph import mixes, refuse_scaled, weight_of
+from polyreme.step.batch.batches import Batches, samples_of
+from polyreme.step.loss.graph import mixes, refuse_scaled, weight_of
+from polyreme.step.loss.objective import Objective
 from polyreme.step.step import Step, current
-from polyreme.step.user_backward import forget, listen, listeners
+from polyreme.step.user import grad_scaler
+from polyreme.step.user.backward import forget, listen, listeners
 from polyreme.zero.gather import Hook
 from polyreme.zero.reduce import Reducer
 

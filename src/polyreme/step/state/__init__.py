@@ -1,0 +1,1 @@
+"""What an engine is between two steps, to a checkpoint and back."""

@@ -1,0 +1,1 @@
+"""What a script sees of a step, and does to it."""
