@@ -2,8 +2,8 @@
 engine scales losses by itself.
 
 Invariant: `torch.amp.GradScaler` is torch's own again when no loop of the user's own is there any more
-(`user.backward`). A backward that
-comes to no engine, and a scaler that is not enabled, are none of its business. No communication."""
+(`user.backward`). A backward that comes to no engine, and a scaler that is not enabled, are none of its
+business. No communication."""
 
 from __future__ import annotations
 
