@@ -25,6 +25,7 @@ from polyreme.config import Config
 from polyreme.errors import BatchError, LaunchError
 from polyreme.job.ended import ended
 from polyreme.launch import torchrun
+from polyreme.launch.manner import SAVING
 from polyreme.version import VERSION
 
 GOOD = """
@@ -554,7 +555,7 @@ def test_train_hands_the_run_to_a_cluster(config: str, trained: list[Config], la
     pod = documents[2]["spec"]["template"]["spec"]
     assert "--set data.cache=/tmp/cache/polyreme" in " ".join(pod["containers"][0]["command"])
     assert " ".join(pod["containers"][0]["command"]).startswith("polyreme train /etc/polyreme/run.toml --set")
-    assert pod["terminationGracePeriodSeconds"] > torchrun.SAVING
+    assert pod["terminationGracePeriodSeconds"] > SAVING
     assert "Job polyreme-run, 2 pods with 2 ranks each; pipe it to: kubectl apply -f -" in errors
     assert trained == launched == []
 
