@@ -21,17 +21,13 @@ class WithoutNumbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not (args and isinstance(args[-1 if func is aten.copy_.default else 0], Tensor)):
-            return func(*args, **kwargs)
-        tensor = args[0]
-        if func is aten._local_scalar_dense.default and tensor.is_meta:
-            return torch.zeros((), dtype=tensor.dtype).item()
-        if (
-            func is aten._to_copy.default
-            and tensor.is_meta
-            and kwargs.get("device", tensor.device) != tensor.device
-        ):
-            return func(torch.zeros_like(tensor, device=kwargs["device"]), **kwargs)
-        if func is aten.copy_.default and args[1].is_meta and not tensor.is_meta:
-            return tensor.zero_()
+        source = args[func is aten.copy_.default] if args else None
+        if isinstance(source, Tensor) and source.is_meta:
+            device = kwargs.get("device")
+            if func is aten._local_scalar_dense.default:
+                return torch.zeros((), dtype=source.dtype).item()
+            if func is aten._to_copy.default and device is not None and device.type != "meta":
+                return func(torch.zeros_like(source, device=device), **kwargs)
+            if func is aten.copy_.default and not args[0].is_meta:
+                return args[0].zero_()
         return func(*args, **kwargs)

@@ -20,6 +20,11 @@ BACK = 2
 """Pieces of parameters that may be on their way back, beside those that are computed."""
 
 
+def is_at_hand(device: torch.device) -> bool:
+    """Whether the CPU that updates has what is on `device` at hand. The meta device stands for a CPU."""
+    return device.type in ("cpu", "meta")
+
+
 class HostTransfer:
     """The transfers of all buckets of a rank whose masters and states are in a tier."""
 
@@ -36,7 +41,7 @@ class HostTransfer:
     @classmethod
     def over(cls, device: torch.device) -> HostTransfer | None:
         """None for a CPU, which has its parameters at hand."""
-        return None if device.type in ("cpu", "meta") else cls(device)
+        return None if is_at_hand(device) else cls(device)
 
     def send(
         self, target: Tensor, fill: Callable[[Tensor], Callable[[], None] | None], workers: Workers

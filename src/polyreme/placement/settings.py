@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from polyreme.config.schema import MemorySection, ZeroSection, is_files, tiers_of
+from polyreme.offload.host_transfer import is_at_hand
 from polyreme.optim.quantized_states import States
 from polyreme.zero.formats import Formats
 from polyreme.zero.gradient_sums import Accumulation
@@ -40,4 +41,4 @@ class PlacementSettings:
         """Whether reduced gradients of what has its states in a store go to one, too."""
         states, _ = tiers_of(self.memory.states)
         reduced, _ = tiers_of(self.memory.gradients)
-        return is_files(reduced) or (self.device.type != "cpu" and states != ["device"])
+        return is_files(reduced) or (not is_at_hand(self.device) and states != ["device"])

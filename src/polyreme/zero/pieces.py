@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from polyreme.errors import ConfigError, Problem
 from polyreme.layout.bucket_layout import GroupInterval, Slot, align
 from polyreme.layout.intervals import ceil_div
+from polyreme.offload.host_transfer import is_at_hand
 from polyreme.offload.optimizer_states import StateExtent, cut, within
 from polyreme.optim.cpu_kernels import ChunkedKernel, Kernel, kernel
 from polyreme.optim.groups import Group, trial_state
@@ -61,7 +62,7 @@ class Pieces:
         self.bucket, self.compact, self._groups = bucket, compact, groups
         self.offloaded = bucket.offloaded_states
         """Where masters and states are, if they are not in the device's memory."""
-        self.one_by_one = bucket.device.type in ("cpu", "meta") or self.offloaded is not None
+        self.one_by_one = is_at_hand(bucket.device) or self.offloaded is not None
         """Whether a piece is scaled and updated before the next one is read; else all of a group are at
         once."""
         self.options: Sequence[Mapping[str, Any]] = ()
