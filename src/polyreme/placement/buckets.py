@@ -76,7 +76,6 @@ def _spec(found: Sequence[Entry], settings: PlacementSettings, axis: Axis, divis
     kind, names = found[0], {entry.name: entry.names for entry in found}
     tensors = [TensorSpec(each.name, tuple(each.parameter.shape), each.group) for each in found]
     layout = BucketLayout.build(tensors, axis.size, kind.boundary)
-    quantized = settings.formats.quantized and kind.dtype.is_floating_point
     residency = Residency.of_stage(settings.zero.stage)
     offloaded: set[Offloaded] = set()
     if kind.persistent:
@@ -90,7 +89,9 @@ def _spec(found: Sequence[Entry], settings: PlacementSettings, axis: Axis, divis
         [names[slot.name] for slot in layout.slots],
         axis,
         residency,
-        settings.formats if kind.trainable else Formats(kind.dtype, kind.dtype, quantized),
+        settings.formats
+        if kind.trainable
+        else Formats(kind.dtype, kind.dtype, settings.formats.quantized and kind.dtype.is_floating_point),
         settings.accumulation if kind.trainable else None,
         offloaded,
         stages=kind.sharding.stages,
