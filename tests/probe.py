@@ -6,14 +6,19 @@ changes this file alone."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from polyreme import Engine
 from polyreme.checkpoint.save import Payload
+from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import StateExtent
 from polyreme.pipeline.schedule import Action
+from polyreme.placement import settings
 from polyreme.step.state.engine_state import payload
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.buffer_pool import Pool
@@ -152,3 +157,14 @@ def renewed(engine: Engine) -> dict[str, object]:
 def parts(engine: Engine) -> list[object]:
     """What a traceback may hold of an engine that is closed."""
     return [engine._training]
+
+
+# ---- what an engine is made beside
+
+
+@contextmanager
+def updated_elsewhere(transfer: Callable[[torch.device], HostTransfer]) -> Iterator[None]:
+    """Have engines take their device, a CPU, for one that the CPU which updates is not, with this transfer
+    between them."""
+    with patch.object(HostTransfer, "over", transfer), patch.object(settings, "is_at_hand", lambda _: False):
+        yield

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,10 +96,7 @@ def train(rank: int, world: int, settings: list[dict[str, Any]], share: bool = T
 
 def train_late(world: int, settings: list[dict[str, Any]], share: bool = True) -> list[list[training.Run]]:
     """`train` on ranks that are threads."""
-    with (
-        patch.object(HostTransfer, "over", LateTransfer),
-        patch.object(optimizer_states, "EXTENT", 4 * ALIGN),
-    ):
+    with probe.updated_elsewhere(LateTransfer), patch.object(optimizer_states, "EXTENT", 4 * ALIGN):
         return threads.run(world, train, settings, share)
 
 
@@ -232,7 +230,7 @@ def account(rank: int, world: int, stage: int) -> dict[str, Any]:
         precision={"compute": "bf16"},
         memory={"states": "host"},
     )
-    with patch.object(HostTransfer, "over", LateTransfer):
+    with probe.updated_elsewhere(LateTransfer):
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
     for _ in range(2):
         engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
@@ -262,7 +260,7 @@ def accumulate(rank: int, world: int, memory: dict[str, Any]) -> dict[str, Any]:
     made = training.config(
         world, 2, zero={"stage": 3, "min_bucket": 0}, precision={"compute": "bf16"}, memory=memory
     )
-    with patch.object(HostTransfer, "over", LateTransfer):
+    with probe.updated_elsewhere(LateTransfer):
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
     held = []
     for at in range(2):
@@ -326,7 +324,7 @@ def extended(rank: int, world: int, settings: list[dict[str, Any]]) -> list[Tens
     transfer."""
     found = []
     for i, each in enumerate(settings):
-        with patch.object(HostTransfer, "over", LateTransfer if i else HostTransfer.over):
+        with probe.updated_elsewhere(LateTransfer) if i else nullcontext():
             torch.manual_seed(0)
             engine = polyreme.initialize(
                 torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)), each

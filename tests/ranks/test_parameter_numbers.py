@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import models
 import polyreme
+import probe
 import threads
 import training
 from cover import some
@@ -215,7 +216,7 @@ def test_numbers_in_files(ranks: Ranks, world: int, tmp_path: Path) -> None:
 
 
 def follow_beside_a_device(rank: int, world: int) -> None:
-    with patch.object(HostTransfer, "over", HostTransfer):
+    with probe.updated_elsewhere(HostTransfer):
         for stage, params in ((0, "device"), (2, "device"), (3, "host")):
             follow(rank, world, "adamw", sections(stage, states="host", params=params))
 
