@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -298,7 +299,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(several, "run", lambda active, what, ssh: calls.append((active, what, ssh)))
     monkeypatch.setattr(mpirun, "run", lambda library, request: calls.append(request))
     monkeypatch.setattr(mpirun, "find", lambda: mpirun.Library("mpirun", mpirun.HYDRA))
-    monkeypatch.setattr(deepspeed_elsewhere, "supervise", lambda *words, **how: calls.append(words))
+    by_srun = lambda *words, **how: types.SimpleNamespace(run=lambda: calls.append(words))  # noqa: E731
+    monkeypatch.setattr(deepspeed_elsewhere, "Command", by_srun)
     monkeypatch.setattr(deepspeed_elsewhere.shutil, "which", lambda name: name)
     return calls
 

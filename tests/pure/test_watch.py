@@ -17,7 +17,7 @@ from polyreme.errors import TransportError
 class Ranks:
     """The others of a meeting of four, in the place of a Meeting; this rank is 0."""
 
-    key, ranks = "key", (0, 1, 2, 3)
+    key, ranks, broken = "key", (0, 1, 2, 3), ""
 
     def others(self) -> list[int]:
         return [1, 2, 3]
