@@ -51,7 +51,7 @@ for layout, mesh in LAYOUTS.items():
         }
         print(f"{layout}: loss {losses[layout][0]:.4f} to {losses[layout][-1]:.4f}; rank 0 has", end=" ")
         print(f"{engine.memory()['parameters'] / kib:.0f} KiB of parameters and sends in a step", end=" ")
-        print(", ".join(f"{size:.0f} KiB over {axis}" for axis, size in sent.items()))
+        print(", ".join(f"{size:.0f} KiB over {axis}" for axis, size in sent.items() if size >= 1))
 
 if ranks.rank == 0:
     from matplotlib.figure import Figure

@@ -407,7 +407,8 @@ class Engine(ModuleFace):
     def wait(self) -> None:
         """Return when the checkpoint that is being written in the background is there. Raises CheckpointError
         where it failed."""
-        self._training.saver.wait()
+        if isinstance(self._now, Training):  # `close` has waited
+            self._now.saver.wait()
 
     @with_gradients
     def refresh(self) -> None:

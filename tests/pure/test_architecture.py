@@ -93,7 +93,7 @@ BUDGETS = {
     "files": 324,
     "integrations": 386,
     "job": 749,
-    "launch": 3082,
+    "launch": 3100,
     "layout": 393,
     "models": 958,
     "monitor": 508,
@@ -102,10 +102,10 @@ BUDGETS = {
     "pipeline": 1250,
     "placement": 1001,
     "planner": 173,
-    "step": 3827,
+    "step": 3828,
     "tensor": 1883,
-    "zero": 2223,
-    "": 462,
+    "zero": 2225,
+    "": 463,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""

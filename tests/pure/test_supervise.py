@@ -40,10 +40,11 @@ class Ranks(Transport):
     def look(self) -> bool:
         self._clock[0] += 1
         seen = next(self._seen, None)
-        if isinstance(seen, signal.Signals):
-            signal.raise_signal(seen)
-        self._failing = self._failing or seen == "fails"
-        return seen == "ends"
+        for each in seen if isinstance(seen, tuple) else (seen,):
+            if isinstance(each, signal.Signals):
+                signal.raise_signal(each)
+            self._failing = self._failing or each == "fails"
+        return seen == "ends" or (isinstance(seen, tuple) and "ends" in seen)
 
     def failing(self) -> bool:
         return self._failing
@@ -84,6 +85,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ([INT, "ends"], [("end", INT, 1)], "SIGINT; so it was"),
         ([HUP], [("end", HUP, 1), ("close", 0, 6)], "SIGHUP; so it was"),
         ([INT, TERM], [("end", INT, 1), ("close", 0, 2)], "SIGINT; so it was"),
+        # a signal that has come to the ranks, too
+        ([(INT, "fails", "ends")], [("end", INT, 1)], "SIGINT; so it was"),
+        ([(TERM, "ends")], [("save", TERM, 1)], TERM),
         (["fails", "ends"], [], "rank 1 failed"),
         (["fails"], [("end", None, 3), ("close", 0, 8)], "rank 1 failed"),
         (["fails", None, None, INT, "ends"], [("end", None, 3), ("end", INT, 4)], "SIGINT; so it was"),

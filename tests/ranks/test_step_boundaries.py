@@ -232,6 +232,43 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     one.step()
 
 
+def test_a_backward_that_is_refused_leaves_the_step_as_it_was(tmp_path: Path) -> None:
+    """One more, where gradients are in files and cannot be added to."""
+    files = {"states": str(tmp_path / "one"), "gradients": str(tmp_path / "one")}
+    found = []
+    for refused in (False, True):
+        settings = config(1, memory=files) | {"batch": {"size": MICRO, "mean": "ranks"}}
+        with polyreme.initialize(copy.deepcopy(network()), settings) as engine:
+            x, y = batch(0, 0, 0)
+            engine.set_boundary(True, extend=True)
+            engine.backward(loss_of(engine(x), y))
+            if refused:
+                with pytest.raises(BatchError, match="a backward after the last one of a step"):
+                    engine.backward(loss_of(engine(x), y))
+            result = engine.step()
+            found.append((result.grad_norm, engine.state_dict()["0.0.weight"].tolist()))
+    assert found[0] == found[1]
+
+
+def norm_on_one_rank(rank: int, world: int) -> None:
+    engine = polyreme.initialize(network(), config(world))
+    for i in range(2):
+        x, y = batch(rank, 0, i)
+        engine.backward(loss_of(engine(x), y))
+    gradients = engine.gradients()
+    gradients.scale_({"0.0.weight": 0.5})
+    if rank == 0:
+        assert gradients.norm > 0
+    assert len(gradients.norms()) == len([*engine.module.parameters()])
+    engine.step()
+    engine.close()
+    engine.wait()  # nothing is being written
+
+
+def test_gradients_that_are_scaled_are_measured_by_all() -> None:
+    threads.run(2, norm_on_one_rank)
+
+
 def test_a_loss_is_scaled_once() -> None:
     engine = polyreme.initialize(network(), config(1, precision={"compute": "fp16", "initial_scale": 64.0}))
     x, y = batch(0, 0, 0)

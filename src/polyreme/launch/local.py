@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen
+from subprocess import Popen, TimeoutExpired
 
 from polyreme.distributed.failure import keep
 from polyreme.errors import ConfigError, LaunchError
@@ -77,7 +77,8 @@ class Local(Transport):
         try:
             for local, (command, errors) in enumerate(zip(self._commands, self._errors, strict=True)):
                 errors.parent.mkdir()
-                variables = {**os.environ, **self._variables, **_variables(place, local, ranks, errors)}
+                own = _variables(place, local, ranks, errors)
+                variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **self._variables, **own}
                 words = [sys.executable, "-m", "polyreme.launch.rank", str(os.getpid()), *command]
                 ends = self._outputs(place.first + local)
                 output, to = (ends[0], ends[-1]) if ends else (None, None)
@@ -86,6 +87,11 @@ class Local(Transport):
                 )
                 for each in ends:
                     os.close(each)
+        except (LaunchError, OSError) as error:
+            if place.peers is not None:
+                place.peers.fail(str(error))
+                place.peers.close()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
         if self._printed is not None:
@@ -93,11 +99,11 @@ class Local(Transport):
 
     def look(self) -> bool:
         time.sleep(POLL)
-        if self._wishes and self._place.somebody_waits():
-            self._run.ask(signal.SIGUSR1)
         if not self._ending:
             self._find_failure()
         if self._running():
+            if self._wishes and not self._ending and self._place.somebody_waits():
+                self._run.ask(signal.SIGUSR1)
             return False
         peers = self._peers
         if peers is None or self._ending or self._failing:
@@ -123,7 +129,8 @@ class Local(Transport):
     def close(self, within: float) -> None:
         _signal(self._processes if self._failing else self._running(), signal.SIGKILL)
         for process in self._processes:
-            process.wait()
+            with contextlib.suppress(TimeoutExpired):  # a file system or a device does not let go of it
+                process.wait(PATIENCE)
         if self._printed is not None:
             self._printed.close()
 
@@ -132,7 +139,11 @@ class Local(Transport):
 
     def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
         first = self._place.first
-        codes = {first + local: process.returncode for local, process in enumerate(self._processes)}
+        # one that has not ended yet will, by that signal
+        codes = {
+            first + local: -signal.SIGKILL if process.returncode is None else process.returncode
+            for local, process in enumerate(self._processes)
+        }
         if any(code not in self._good for code in codes.values()):
             ends = {-codes[rank] if codes[rank] < 0 else codes[rank] - 128 for rank in self._first}
             if wish is not None and ends == {wish}:
@@ -160,7 +171,9 @@ class Local(Transport):
             peers.fail("; ".join([first, *more]), error.exit_status)
             if error.rank is not None:
                 told = f"on {socket.gethostname()}: {error}"
+                lacked = error.out_of_memory
                 error = RanksFailedError(told, error.exit_status, error.rank, error.traceback)
+                error.out_of_memory = lacked
         if peers.failure() is not None:
             with contextlib.suppress(RanksFailedError), self._run.interruptible():
                 peers.leave(LINGER)
@@ -228,7 +241,6 @@ def _variables(place: Place, local: int, ranks: int, errors: Path) -> dict[str, 
         "TORCHELASTIC_RUN_ID": place.run_id, "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": str(errors), "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }  # fmt: skip
 
 

@@ -129,14 +129,16 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 def _listen(asked: Any, gone: threading.Event) -> None:
     """Pass signals on, and end the run when the other end is gone."""
-    while select.select([asked], [], [], SILENCE)[0] and (line := asked.readline()):
-        wish = json.loads(line)
-        if wish["do"] == "signal":
-            os.kill(os.getpid(), wish["number"])
-        elif wish["do"] == "end":
-            threading.Thread(target=_end, args=(wish["number"],), daemon=True).start()
-    gone.set()
-    _end(signal.SIGINT)
+    try:
+        while select.select([asked], [], [], SILENCE)[0] and (line := asked.readline()):
+            wish = json.loads(line)
+            if wish["do"] == "signal":
+                os.kill(os.getpid(), wish["number"])
+            elif wish["do"] == "end":
+                threading.Thread(target=_end, args=(wish["number"],), daemon=True).start()
+    finally:  # also where a line was cut
+        gone.set()
+        _end(signal.SIGINT)
 
 
 def _end(number: int) -> None:

@@ -116,9 +116,12 @@ class Run:
 
     def wait(self) -> None:
         """Until all has ended, or time is up."""
-        while not self._transport.look():
-            while self._came:
+        while True:
+            ended = self._transport.look()
+            while self._came:  # perhaps one that was sent to the ranks, too, and has ended them
                 self._heed(self._came.pop(0))
+            if ended:
+                return
             now = time.monotonic()
             if self._failed == math.inf and self._transport.failing():
                 self._failed = now
@@ -127,7 +130,7 @@ class Run:
             if now > self._asked + self._transport.saving and self._deadline == math.inf:
                 self.number, self._late, self._deadline = self.wishes.first, True, now
             if now >= self._deadline:
-                break
+                return
 
     def left(self) -> float:
         """Seconds for what is about to end."""

@@ -79,7 +79,14 @@ def launch(
     commands = [_rank_arguments(command, manner, saves, rank) for rank in range(ranks)]
     wishes = manner.wishes if saves else ()
     with _folder() as folder:
-        return Local(commands, variables, Path(folder), meet, manner, wishes, failing).run(wishes)
+        run = Local(commands, variables, Path(folder), meet, manner, wishes, failing)
+        if hosts is not None:
+            _kept[:] = [run]
+        return run.run(wishes)
+
+
+_kept: list[Local] = []
+"""The last run beside other hosts: their ranks may need the store of its meeting when those here have ended."""
 
 
 def _rank_arguments(command: Sequence[str], manner: Manner, saves: bool, local: int) -> list[str]:

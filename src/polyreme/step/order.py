@@ -82,9 +82,6 @@ class Order:
             )
         self.phase = to
 
-    def extend(self, plan: Plan, otherwise: str) -> None:
-        """Let a step that has had its last backward have another one. Raises OrderError, which says
-        `otherwise`, where `plan` has none."""
-        if not plan.extend:
-            raise OrderError(otherwise)
+    def extend(self) -> None:
+        """Let a step that has had its last backward have another one."""
         self.phase = "accumulating"

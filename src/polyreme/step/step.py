@@ -170,9 +170,12 @@ class Step:
 
     def _extend(self, plan: Plan) -> None:
         """Let a step that has had its last backward have another one, if `plan` has that."""
-        limit = self._sums.limit(self.order.microbatches, self._cut.now)
-        self.order.extend(plan, _ENDED if plan.announced else _ONE_TOO_MANY.format(limit))
-        keep_adding(self._placement, self._settings)
+        if not plan.extend:
+            ended, limit = self.order.plan, self._sums.limit(self.order.microbatches, self._cut.now)
+            one = ended.announced or ended.microbatches == 1
+            raise OrderError(_ENDED if one else _ONE_TOO_MANY.format(limit))
+        keep_adding(self._placement, self._settings)  # first, as it may refuse
+        self.order.extend()
         self._reducer.expect(plan.to_come)
 
     def count_microbatches(self, recut: bool = False) -> None:
@@ -388,13 +391,14 @@ class Step:
 
     def put_gradient(self, bucket: Bucket, index: int, mean: Tensor) -> None:
         """Set this rank's part of the reduced gradient of a bucket's parameter so that `mean`, flat and
-        whole, is that of the mean over the global batch."""
+        whole, is that of the mean over the global batch. The norm is taken anew when it is asked for."""
         bucket.gradients.write(index, mean / self.to_mean)
-        self.note_rescaled()
-
-    def note_rescaled(self) -> None:
-        """Take note that reduced gradients were changed: their norm is taken anew when it is asked for."""
         self._rescaled = True
+
+    def measure(self) -> None:
+        """Take the norm of reduced gradients that were changed. All ranks must call."""
+        self._sums.measure(_squares(self))
+        self._rescaled = False
 
     def update(self) -> StepResult:
         """Clip, update the shards and publish the parameters; or leave them alone after an overflow.
@@ -448,8 +452,7 @@ class Step:
     def norm(self) -> float:
         """The norm of these gradients, before clipping. All ranks must ask."""
         if self._rescaled:
-            self._sums.measure(_squares(self))
-            self._rescaled = False
+            self.measure()
         return self._sums.norm(self._scale, master_dtype(DTYPES[self._settings.precision.compute]))
 
     def plateau(self, metric: float) -> float:

@@ -231,13 +231,13 @@ class Bucket:
             if self._summoned is None
             else (self._summoned, self._cut(self._summoned))
         )
-        self._summoned, problem = None, ""
+        self._summoned, problem, apart = None, "", []
         for slot, parameter, view, own_view in zip(
             self.layout.slots, self.parameters, views, self._views, strict=True
         ):
             data = parameter.data
             if data.shape != view.shape:  # it is another one now, which `Roster` tells of
-                set_apart(parameter)
+                apart.append(parameter)
                 continue
             if data.dtype != view.dtype:
                 problem = (
@@ -249,6 +249,8 @@ class Bucket:
             parameter.data = own_view
         if self.released:
             self.presence.become(RELEASED, self.parameters)
+        for parameter in apart:
+            set_apart(parameter)
         if problem:
             raise ModelError(problem)
         return numbers

@@ -69,7 +69,7 @@ class Share(State):
 
     def before(self, parameter: Tensor, name: str, call: Call, asked: Sequence[Any]) -> Any:
         if name in _MOVES and _keeps_dtype(*call):
-            return parameter
+            return call[1][0]
         if name == "data" and len(call[1]) > 1 and parameter is call[1][1]:
             return None  # what `Module.to` gives back
         if _Building.current is not None:

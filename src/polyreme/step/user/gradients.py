@@ -85,7 +85,7 @@ class Gradients:
         for name, factor in factors.items():
             if name in where:
                 where[name][0].gradients.scale(where[name][1], factor)
-        self._step.note_rescaled()
+        self._step.measure()
 
     def _check(self) -> None:
         if self._step.order.phase != "reduced" or self._step.state.step != self._of:
