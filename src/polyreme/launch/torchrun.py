@@ -86,7 +86,7 @@ def launch(
 
 
 _kept: list[Local] = []
-"""The last run beside other hosts: their ranks may need the store of its meeting when those here have ended."""
+"""The last run beside other hosts, whose ranks may need the store of its meeting after those here."""
 
 
 def _rank_arguments(command: Sequence[str], manner: Manner, saves: bool, local: int) -> list[str]:
