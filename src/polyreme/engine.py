@@ -407,8 +407,7 @@ class Engine(ModuleFace):
     def wait(self) -> None:
         """Return when the checkpoint that is being written in the background is there. Raises CheckpointError
         where it failed."""
-        if isinstance(self._now, Training):  # `close` has waited
-            self._now.saver.wait()
+        self._training.saver.wait()
 
     @with_gradients
     def refresh(self) -> None:

@@ -171,9 +171,8 @@ class Step:
     def _extend(self, plan: Plan) -> None:
         """Let a step that has had its last backward have another one, if `plan` has that."""
         if not plan.extend:
-            ended, limit = self.order.plan, self._sums.limit(self.order.microbatches, self._cut.now)
-            one = ended.announced or ended.microbatches == 1
-            raise OrderError(_ENDED if one else _ONE_TOO_MANY.format(limit))
+            limit = self._sums.limit(self.order.microbatches, self._cut.now)
+            raise OrderError(_ENDED if self.order.plan.announced else _ONE_TOO_MANY.format(limit))
         keep_adding(self._placement, self._settings)  # first, as it may refuse
         self.order.extend()
         self._reducer.expect(plan.to_come)
@@ -395,11 +394,6 @@ class Step:
         bucket.gradients.write(index, mean / self.to_mean)
         self._rescaled = True
 
-    def measure(self) -> None:
-        """Take the norm of reduced gradients that were changed. All ranks must call."""
-        self._sums.measure(_squares(self))
-        self._rescaled = False
-
     def update(self) -> StepResult:
         """Clip, update the shards and publish the parameters; or leave them alone after an overflow.
 
@@ -452,7 +446,7 @@ class Step:
     def norm(self) -> float:
         """The norm of these gradients, before clipping. All ranks must ask."""
         if self._rescaled:
-            self.measure()
+            measure(self)
         return self._sums.norm(self._scale, master_dtype(DTYPES[self._settings.precision.compute]))
 
     def plateau(self, metric: float) -> float:
@@ -479,6 +473,12 @@ def _unused(buckets: Sequence[Bucket], sums: StepSums) -> dict[Bucket, set[int]]
     return {
         b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in buckets
     }
+
+
+def measure(step: Step) -> None:
+    """Take the norm of reduced gradients that were changed. All ranks must call."""
+    step._sums.measure(_squares(step))
+    step._rescaled = False
 
 
 def _squares(step: Step) -> Tensor:

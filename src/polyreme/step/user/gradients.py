@@ -18,7 +18,7 @@ from torch import Tensor
 from polyreme.distributed.mesh import Mesh
 from polyreme.errors import ModelError
 from polyreme.placement.placement import Placement
-from polyreme.step.step import Step
+from polyreme.step.step import Step, measure
 
 
 class Gradients:
@@ -85,7 +85,7 @@ class Gradients:
         for name, factor in factors.items():
             if name in where:
                 where[name][0].gradients.scale(where[name][1], factor)
-        self._step.measure()
+        measure(self._step)
 
     def _check(self) -> None:
         if self._step.order.phase != "reduced" or self._step.state.step != self._of:
