@@ -89,7 +89,7 @@ BUDGETS = {
     "config": 1053,
     "data": 674,
     "deferred_init": 416,
-    "distributed": 3214,
+    "distributed": 3215,
     "files": 324,
     "integrations": 386,
     "job": 749,
@@ -102,10 +102,10 @@ BUDGETS = {
     "pipeline": 1250,
     "placement": 1001,
     "planner": 173,
-    "step": 3828,
+    "step": 3827,
     "tensor": 1883,
     "zero": 2225,
-    "": 463,
+    "": 462,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""

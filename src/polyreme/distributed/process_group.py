@@ -167,8 +167,11 @@ def reopen(
 
     Raises LaunchError where they need another address, and TransportError where they do not meet `within`
     that time, which names those that did not come."""
+    global _kept_gpu
     if len(ranks) > 1 and not (address is None and by_agent()):
         _refuse_meeting(before, ranks, address)
+    if torch.cuda.is_initialized():
+        _kept_gpu = torch.cuda.current_device()
     if before is current() and dist.is_initialized():
         groups()  # by which a world without a mesh has its rank, too
     before.close()
@@ -294,16 +297,15 @@ def close() -> None:
 
 def _device() -> torch.device:
     """This rank's GPU, where there are any and the process group, if there is one already, can use them; else
-    the CPU. A process keeps the GPU that it has had, whichever rank it becomes."""
-    global _gpu
+    the CPU."""
     if not torch.cuda.is_available() or (
         dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config()
     ):
         return torch.device("cpu")
     chosen = torch.cuda.current_device() if dist.is_initialized() else 0  # whoever opened the group did it
     local, count = int(os.environ.get(LOCAL_RANK, chosen)), torch.cuda.device_count()
-    if _gpu is not None:
-        local = _gpu
+    if _kept_gpu is not None:
+        local = _kept_gpu
     elif count == 1 and "SLURM_STEP_ID" in os.environ:  # srun --gpus-per-task shows each task its own alone
         local = 0
     if local >= count:
@@ -311,12 +313,12 @@ def _device() -> torch.device:
             f"local rank {local} has no GPU of its own: this "
             f"host has {count}; start {count} ranks on it at most"
         )
-    _gpu = local
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
 
-_gpu: int | None = None
+_kept_gpu: int | None = None
+"""That of a process whose world was reopened, whichever rank it has become."""
 
 
 class Groups(Part):

@@ -25,8 +25,7 @@ class TrainingSettings:
 
     batches: how global ones are cut. pipeline: what this rank does for them as they are cut now. several: how
     gradients of several micro-batches are added up, in steps that were to have one, too; reduces_each:
-    whether each one's are reduced. order: of the mesh's
-    axes. written: all keys as checkpoints have them."""
+    whether each one's are reduced. order: of the mesh's axes. written: all keys as checkpoints have them."""
 
     batches: Batches
     pipeline: Callable[[], PipelineRank]
