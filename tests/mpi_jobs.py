@@ -196,9 +196,9 @@ def on_hosts(rank: int, world: int, hosts: int) -> None:
     network is as little as can be, and sums are those of one host."""
     one, pids, each = Mesh.open({"dp": world}).dp, [None] * world, world // hosts
     dist.all_gather_object(pids, os.getpid())
-    host, found = rank // each, gloo_direct.peer
+    host, found = rank // each, gloo_direct.open_peer
     near = pids[host * each : (host + 1) * each]
-    with patch.object(gloo_direct, "peer", lambda pid, *way: found(pid, *way) if pid in near else None):
+    with patch.object(gloo_direct, "open_peer", lambda pid, *way: found(pid, *way) if pid in near else None):
         conforms(rank, world, "shared memory")
         axis = Mesh.open({"dp": world}).dp
     assert isinstance(axis.backend, AcrossHosts)
@@ -206,7 +206,9 @@ def on_hosts(rank: int, world: int, hosts: int) -> None:
     gathers_in_any_order(axis)
     sums_in_parts(one, Mesh.open({"dp": world}, shared_memory=False).dp)
     uneven = pids[:-1] if rank < world - 1 else pids[-1:]
-    with patch.object(gloo_direct, "peer", lambda pid, *way: found(pid, *way) if pid in uneven else None):
+    with patch.object(
+        gloo_direct, "open_peer", lambda pid, *way: found(pid, *way) if pid in uneven else None
+    ):
         sums_in_parts(one, Mesh.open({"dp": world}).dp)
     sent, real = [0], MpiGroup.sending
 

@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -277,6 +278,7 @@ def _serve(rank: int, world_size: int, folder: Path, connection: Connection) -> 
 def _run(rank: int, world_size: int, job_bytes: bytes) -> Answer:
     """One job, whatever comes of it."""
     torch.manual_seed(0)
+    group = weakref.ref(dist.group.WORLD)  # a job may end it, and look for what is left of it
     try:
         sys.path[:], pickled = pickle.loads(job_bytes)
         job: Job = pickle.loads(pickled)
@@ -287,7 +289,7 @@ def _run(rank: int, world_size: int, job_bytes: bytes) -> Answer:
                         "error", category=category, module=r"(polyreme|torch\.distributed)(\.|$)"
                     )
             result = pickle.dumps(job.function(rank, world_size, *job.args))
-        return Answer(result, clean=dist.is_initialized())
+        return Answer(result, clean=dist.is_initialized() and dist.group.WORLD is group())
     except BaseException as error:
         at, text = time.monotonic(), traceback.format_exc()
         try:

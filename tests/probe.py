@@ -15,6 +15,9 @@ from torch import Tensor
 
 from polyreme import Engine
 from polyreme.checkpoint.save import Payload
+from polyreme.layout.bucket_layout import Cut
+from polyreme.layout.intervals import Interval, overlap
+from polyreme.layout.region import MASTER
 from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import StateExtent
 from polyreme.pipeline.schedule import Action
@@ -22,6 +25,7 @@ from polyreme.placement import settings
 from polyreme.step.state.engine_state import payload
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.buffer_pool import Pool
+from polyreme.zero.sharded_optimizer import ShardedOptimizer
 
 # ---- buckets, and what is in them
 
@@ -63,14 +67,34 @@ def reduced_gradients(engine: Engine) -> list[Tensor]:
 
 def optimizer_states(engine: Engine) -> Iterator[dict[str, Any]]:
     """The states of the optimizer by their names, piece by piece."""
-    for update in engine._training.updates:
-        for _, state in update.state.by_interval():
+    for optimizer in engine._training.sharded_optimizer:
+        for _, state in optimizer.state.by_interval():
             yield state
 
 
 def offloaded_states(engine: Engine) -> list[StateExtent]:
     """Where optimizer states are that are not on the device."""
     return [extent for bucket in trainable(engine) for extent in bucket.offloaded_states or ()]
+
+
+def flip(engine: Engine, name: str, bit: int, masters: bool = True) -> bool:
+    """Flip a bit (counted from the sign down) of a parameter's first number in the first shard, or of the
+    optimizer's copy of it that this rank has. Returns whether there is one."""
+    bucket, slot = engine._training.placement.where[name]
+    start, stop = overlap(slot, bucket.region if masters else Interval(*bucket.layout.shard(0)))
+    if start == stop:
+        return False
+    if not masters:
+        number = bucket.full[start : start + 1]
+    elif bucket.master is not None:
+        number = bucket.master[start - bucket.region.start :][:1]
+    else:
+        number = bucket.read_masters(start, start + 1)
+    words = number.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[number.element_size()])
+    words ^= torch.iinfo(words.dtype).min if bit == 0 else 1 << 8 * number.element_size() - 1 - bit
+    if masters and bucket.master is None and bucket.offloaded_states is not None:
+        bucket.offloaded_states.write(MASTER, start, number)
+    return True
 
 
 def pool(engine: Engine) -> Pool:
@@ -118,9 +142,14 @@ def activations_written(engine: Engine) -> int:
     return 0 if offload is None else offload.traffic.written
 
 
+def count_samples(engine: Engine, more: int) -> None:
+    """Have this rank believe that it has seen more samples."""
+    engine._step.progress.state.change(samples=engine.state.samples + more)
+
+
 def take_in_writes(engine: Engine) -> None:
     """Take in what a script wrote to weights, as the next step does. All ranks must call."""
-    engine._step.written.take_in()
+    engine._step.user_writes.take_in()
 
 
 # ---- the engine as a whole
@@ -148,10 +177,31 @@ def renewed(engine: Engine) -> dict[str, object]:
         "training": training,
         "placement": training.placement,
         "step": training.step,
-        "reducer": training._reducer,
+        "reducer": training.reducer,
         "blocks": training.blocks,
         "loop": training.loop,
     }
+
+
+def cuts(engine: Engine) -> dict[str, Cut]:
+    """How each parameter is divided over tensor-parallel ranks."""
+    known = engine._training.placement.division.parameters
+    return {name: each.cut for name, each in known.items()}
+
+
+def optimizer(engine: Engine) -> ShardedOptimizer:
+    """The optimizer of this rank's shards."""
+    return engine._training.sharded_optimizer
+
+
+def keep_buffers_apart(engine: Engine) -> None:
+    """Have ranks keep the buffers that their own forwards made."""
+    engine._training.step.buffers.share = lambda *_: None  # type: ignore[method-assign]
+
+
+def draw_as_one(engine: Engine) -> None:
+    """Have all data-parallel ranks draw the same random numbers."""
+    engine._training.context.randomness._place = (0, 0)
 
 
 def parts(engine: Engine) -> list[object]:
@@ -166,5 +216,8 @@ def parts(engine: Engine) -> list[object]:
 def updated_elsewhere(transfer: Callable[[torch.device], HostTransfer]) -> Iterator[None]:
     """Have engines take their device, a CPU, for one that the CPU which updates is not, with this transfer
     between them."""
-    with patch.object(HostTransfer, "over", transfer), patch.object(settings, "is_at_hand", lambda _: False):
+    with (
+        patch.object(HostTransfer, "over", transfer),
+        patch.object(settings, "shares_cpu_memory", lambda _: False),
+    ):
         yield

@@ -3,7 +3,8 @@ example does what it says, every link leads somewhere.
 
 A Python block runs in its page's namespace, one after the other, on as many ranks as RANKS says; one inside
 an HTML comment is set-up that readers need not see. A block whose first line is `# name.py` or `# name.toml`
-is a file: one of examples/ must be in the page as it is; any other is put where the page's snippets run."""
+is a file: one of examples/ must be in the page as it is; any other is put where the page's snippets run. One
+whose first line is `# from examples/name.py` shows lines of that file in order, and `# ...` for others."""
 
 from __future__ import annotations
 
@@ -39,19 +40,26 @@ RANKS = {
     "docs/mesh.md": 2,
     "docs/transport.md": 2,
     "docs/tensor.md": 2,
+    "docs/verify.md": 2,
     "docs/checkpoint.md": 2,
-    "docs/from-ddp.md": 2,
+    "docs/from-pytorch.md": 2,
     "docs/from-fsdp.md": 2,
 }
 """Ranks that a page's snippets run on, where it is more than one."""
 
 
 class Block(NamedTuple):
-    """A fenced block: its language, its text, and the file it stands for."""
+    """A fenced block: its language, its text, and the file that it stands for or shows lines of."""
 
     language: str
     text: str
     file: str | None
+    excerpt: bool = False
+
+    @property
+    def snippet(self) -> bool:
+        """Whether it runs as it stands."""
+        return self.language == "python" and not self.file
 
 
 def name_of(page: Path) -> str:
@@ -62,8 +70,8 @@ def blocks(page: Path) -> Iterator[Block]:
     for language, text in re.findall(
         r"^```(\w+)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
     ):
-        file = re.match(r"# ([\w/.-]+\.(?:py|toml))\b", text)
-        yield Block(language, text, file[1] if file else None)
+        file = re.match(r"# (from )?([\w/.-]+\.(?:py|toml))\b", text)
+        yield Block(language, text, file[2], bool(file[1])) if file else Block(language, text, None)
 
 
 def run_snippets(rank: int, world_size: int, snippets: list[tuple[str, str]], folder: Path) -> None:
@@ -115,16 +123,10 @@ def folders(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if any(b.language == "python" and not b.file for b in blocks(page))],
-    ids=name_of,
+    "page", [page for page in PAGES if any(b.snippet for b in blocks(page))], ids=name_of
 )
 def test_snippets_run(page: Path, ranks: Ranks, tmp_path: Path) -> None:
-    snippets = [
-        (f"{name_of(page)}, snippet {i}", b.text)
-        for i, b in enumerate(blocks(page))
-        if b.language == "python" and not b.file
-    ]
+    snippets = [(f"{name_of(page)}, snippet {i}", b.text) for i, b in enumerate(blocks(page)) if b.snippet]
     files = {b.file: b.text for b in blocks(page) if b.file and not (ROOT / b.file).exists()}
     for name, text in files.items():
         (tmp_path / name).write_text(text, "utf-8")
@@ -134,7 +136,11 @@ def test_snippets_run(page: Path, ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_configs_are_valid(page: Path) -> None:
     for block in blocks(page):
-        if block.file and (ROOT / block.file).exists():
+        if block.excerpt:
+            parts = block.text.partition("\n")[2].split("# ...\n")
+            shown = ".*".join(re.escape(part.strip("\n")) for part in parts)
+            assert re.search(shown, (ROOT / block.file).read_text("utf-8"), re.DOTALL), block.text
+        elif block.file and (ROOT / block.file).exists():
             assert block.text == (ROOT / block.file).read_text("utf-8"), (
                 f"{name_of(page)} shows another {block.file}"
             )
@@ -181,8 +187,24 @@ def test_every_decision_is_listed() -> None:
     ] == []
 
 
+def test_every_page_is_in_the_index_and_in_the_sites_navigation() -> None:
+    index, site = ((ROOT / file).read_text("utf-8") for file in ("docs/README.md", "mkdocs.yml"))
+    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
+    assert [name for name in pages if f"({name}" not in index or f" docs/{name}\n" not in site] == []
+
+
+def test_what_the_reference_names_is_there() -> None:
+    """`make docs` reads the sources; this takes no installation."""
+    names = re.findall(r"^::: (.*)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE)
+    assert len(names) > 20
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
 def test_every_example_is_run_by_a_test() -> None:
-    scripts = ["big_model.py", "from_ddp.py", "huggingface.py", "layouts.py", "plain_module.py"]
+    names = "big_model from_ddp from_plain huggingface layouts long_context plain_module"
+    scripts = [f"{name}.py" for name in names.split()]
     assert [example.name for example in EXAMPLES] == sorted([*scripts, "demo.toml", "finetune.toml"])
 
 
@@ -226,10 +248,26 @@ def run_interrupted(rank: int, world_size: int, example: Path, folder: Path, at:
         signal.signal(signal.SIGTERM, handler)
 
 
+def test_from_plain(ranks: Ranks, tmp_path: Path) -> None:
+    """The plain script that was moved has its losses and weights, on one rank and on two."""
+    text = next(b.text for b in blocks(ROOT / "docs" / "from-pytorch.md") if b.file == "plain.py")
+    (tmp_path / "plain.py").write_text(text, "utf-8")
+    [printed] = ranks(1, run_example, tmp_path / "plain.py", tmp_path)
+    wanted = losses_in(printed)
+    assert len(wanted) == 4 and wanted[-1] < 0.8 * wanted[0]
+    for world_size in (1, 2):
+        moved, *silent = ranks(world_size, run_example, ROOT / "examples" / "from_plain.py", tmp_path)
+        assert losses_in(moved) == pytest.approx(wanted, abs=1e-6)
+        assert moved.splitlines()[-1] == printed.splitlines()[-1] and not any(silent)
+        found = load_file(tmp_path / "run/from_plain/best/model.safetensors")
+        for name, weight in torch.load(tmp_path / "best.pt").items():
+            assert torch.allclose(found[name], weight, rtol=0, atol=1e-6), name
+
+
 def test_from_ddp(ranks: Ranks, tmp_path: Path) -> None:
     """The script that was moved has DDP's losses and weights at every stage, also where it is
     interrupted: within an epoch, in an epoch's last step, and in the last of all."""
-    text = next(b.text for b in blocks(ROOT / "docs" / "from-ddp.md") if b.file == "ddp.py")
+    text = next(b.text for b in blocks(ROOT / "docs" / "from-pytorch.md") if b.file == "ddp.py")
     (tmp_path / "ddp.py").write_text(text, "utf-8")
     wanted = losses_in(ranks(2, run_with_ddp, tmp_path / "ddp.py", tmp_path)[0])
     assert len(wanted) == 4 and wanted[-1] < 0.8 * wanted[0]
@@ -272,6 +310,18 @@ def test_layouts(ranks: Ranks, tmp_path: Path) -> None:
     assert parts[0] > 1.8 * parts[1] > 3 * parts[2], "a half, then a quarter of the parameters"
     assert re.findall(r"over (\w+)", printed) == ["dp", "dp", "tp", "pp", "tp"]
     assert (tmp_path / "run/layouts/losses.png").read_bytes().startswith(b"\x89PNG")
+    assert silent == [""] * 3
+
+
+@whole
+def test_long_context(ranks: Ranks, tmp_path: Path) -> None:
+    printed, *silent = ranks(4, run_example, ROOT / "examples" / "long_context.py", tmp_path)
+    losses = re.findall(r"loss ([\d.]+) to ([\d.]+)", printed)
+    assert len(losses) == 3 and float(losses[0][1]) < float(losses[0][0])
+    kept = [float(size) for size in re.findall(r"keeps ([\d.]+) MiB", printed)]
+    assert kept[0] > 1.7 * kept[1] > 2.8 * kept[2], "about a half, then a quarter of the activations"
+    apart = re.search(r"further apart than ([\d.e+-]+)", printed)
+    assert apart is not None and float(apart[1]) < 1e-4
     assert silent == [""] * 3
 
 

@@ -80,6 +80,13 @@ SYSTEMS: dict[str, System] = {
         )
         for stage in range(4)
     },
+    # nothing checked while it trains
+    **{
+        f"polyreme{stage}-unwatched": System(
+            "polyreme_zero", {"stage": stage, "sentinels": False}, variant=True
+        )
+        for stage in range(4)
+    },
     # states, and with "+params" parameters too, in host memory or in files
     **{
         f"polyreme{stage}+{name}": System("polyreme_zero", {"stage": stage, "states": home}, variant=True)

@@ -3,7 +3,8 @@
 bf16: bf16 compute, fp32 masters in the flat shard, gradients reduced in fp32 (`reduce="bf16"`: in bf16). Its
 loss is already the mean over the whole global batch, which costs it a reduction that the other systems are
 spared. Ranks of one host read each other's buffers; without `shared_memory`, all goes over gloo's sockets, as
-it does in the other systems. `states` and `params`: where they are kept, FILES being the job's folder.
+it does in the other systems. Without `sentinels`, nothing is checked while it trains. `states` and `params`:
+where they are kept, FILES being the job's folder.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ def step_of(engine: polyreme.Engine) -> Callable[[Batch], Outcome]:
 
 
 def build(
-    model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", shared_memory: bool = True, **memory: str
+    model: nn.Module,
+    job: Job,
+    *,
+    stage: int,
+    reduce: str = "fp32",
+    shared_memory: bool = True,
+    sentinels: bool = True,
+    **memory: str,
 ) -> Callable[[Batch], Outcome]:
     return step_of(
         initialize(
@@ -52,6 +60,7 @@ def build(
             stage=stage,
             reduce=reduce,
             mesh={"shared_memory": shared_memory},
+            sentinels={"enabled": sentinels},
             memory=homes(job, memory),
         )
     )

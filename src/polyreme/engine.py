@@ -1,15 +1,15 @@
-"""initialize() and Engine: puts the mechanisms together. Reads like a table of contents; the work is done in
-the modules it names.
+"""Engine: the mechanisms put together. Reads like a table of contents; the work is done in the modules it
+names.
 
 A step is a table (`pipeline.schedule`) executed by `pipeline.executor`: forward and backward of every
-micro-batch, reduce, update. A model is divided in this order: over pipeline stages, over tensor parallelism,
-and what is left of it over data parallelism, by ZeRO."""
+micro-batch, reduce, update. A model is divided over pipeline stages, then over tensor parallelism, and the
+rest over data parallelism, by ZeRO."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
-from polyreme.distributed.agreement import known_as, same_config, same_model, same_scheduler
-from polyreme.distributed.mesh import Mesh, everyone
+from polyreme.distributed.agreement import known_as, same_model, same_scheduler
+from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.watch import Watch, collective
 from polyreme.distributed.world import current
 from polyreme.errors import WARNS, BatchError, ModelError
@@ -32,7 +32,7 @@ from polyreme.models.patches import Patches
 from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.optim.groups import Make, recipe, refuse_foreign, warn_of_unused
 from polyreme.pipeline.executor import Whole
-from polyreme.placement.build import Built, build, share_out
+from polyreme.placement.build import Built, build, shard_model
 from polyreme.placement.dividing import divide_again
 from polyreme.placement.full_parameters import readable, writable
 from polyreme.placement.opening import Model
@@ -43,85 +43,44 @@ from polyreme.step.engine_context import EngineContext
 from polyreme.step.loss.objective import LossFn
 from polyreme.step.memory import report
 from polyreme.step.memory.activations import Activations
-from polyreme.step.memory.out_of_memory import tells_of_memory
+from polyreme.step.memory.out_of_memory import explains_out_of_memory
 from polyreme.step.passes import EvalResult
 from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
+from polyreme.step.sentinels import Spikes
 from polyreme.step.settings import (
     first_batch,
-    how_to_meet,
     objective,
     opened,
     pipeline_rank,
     placement_settings,
+    sequences_of,
     training_settings,
 )
 from polyreme.step.state.engine_state import Loaded
-from polyreme.step.state.progress import State
-from polyreme.step.state.randomness import Kind, Randomness
+from polyreme.step.state.progress import TrainingState
+from polyreme.step.state.randomness import Randomness, RandomUse
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
-from polyreme.step.user.arguments import named_as_ours, one_batch
+from polyreme.step.user.arguments import one_batch
 from polyreme.step.user.grad_mode import with_gradients
 from polyreme.step.user.gradients import Gradients
 from polyreme.step.user.module_face import ModuleFace
 from polyreme.step.user.optimizer_view import OptimizerView
 from polyreme.step.user.parameter_numbers import ParameterNumbers
-from polyreme.tensor.rng import generators, go_on_from
-from polyreme.zero.bucket import KINDS
-from polyreme.zero.bucket import Kind as Numbers
+from polyreme.tensor.rng import restore_rng_states, rng_states
+from polyreme.zero.bucket import MEMORY_KINDS, MemoryKind
 from polyreme.zero.parameter import give_to, name_of, refuse_owned
 
 
-@named_as_ours
-@with_gradients
-def initialize(
-    model: Model,
-    config: str | Path | Mapping[str, Any] | Config,
-    *,
-    optimizer: Optimizer | type[Optimizer] | Make | None = None,
-    lr_scheduler: Any = None,
-    loss_fn: LossFn | None = None,
-) -> Engine:
-    """Make `model` ready to train as `config` says, on all ranks of the process group (or of the environment;
-    or this one process).
-
-    model: a module (rank 0's weights count; with mesh.pp, other stages' parameters may be on the meta device,
-        and each stage's own count), a function without arguments that builds one (then never built
-        whole: its own initialisation is replayed tensor by tensor, with the config's seed), a sequence of
-        layers or of such functions, one for each layer, to be called one after the other, or a Hugging Face
-        model directory.
-    config: a file, a mapping, or a Config.
-    optimizer: a torch.optim class (lr, weight decay, groups and options from the config), a factory such as
-        `lambda params: torch.optim.AdamW(params, lr=3e-4)` (which decides all that itself), an optimizer made
-        of the model's parameters (whose class and groups the shards' optimizers have, and whose options, as
-        they are at each step, they follow), or None: the config's.
-    lr_scheduler: a torch scheduler, or a function of an optimizer that returns one: followed in place of the
-        config's schedule, and stepped after every step.
-    loss_fn: see `polyreme.step.loss.objective.LossFn`; None: the model returns its loss.
-
-    Raises ConfigError with every problem of the config, and ModelError for a model that cannot be trained.
-    """
-    given = config
-    ranks = everyone(*how_to_meet(lambda: Config.load(given)))
-    config = same_config(ranks, lambda: Config.load(given).resolve(ranks.size))
-    mesh = Mesh.open(
-        config.axes,
-        config.mesh.order,
-        timeout=timedelta(seconds=config.mesh.timeout),
-        shared_memory=config.mesh.shared_memory,
-        backend=config.mesh.backend,
-    )
-    return Engine(model, config, mesh, optimizer, lr_scheduler, loss_fn)
-
-
 class Engine(ModuleFace):
-    """A model under training. Made by `initialize`.
+    """A model under training, made by `initialize`.
 
-    `module` is the user's model (its parameters live in buckets now), `config` the resolved config, `mesh`
-    the axes, `patches` what `close` undoes of the model: a door adds its own."""
+    `module` is the user's model (its parameters are in buckets now), `config` the resolved config, `mesh` the
+    axes. `patches`: changes of the model that `close` undoes; a door adds its own."""
 
     config: Config
     patches: Patches
+    _now: Training | TrainingState
 
     def __init__(
         self,
@@ -138,15 +97,16 @@ class Engine(ModuleFace):
         if isinstance(model, nn.Module):
             refuse_owned(model)
         WARNS.set(mesh.rank == 0)
-        randomness, outside = Randomness(config.seed, mesh), generators(mesh.device)
+        randomness, outside = Randomness(config.seed, mesh), rng_states(mesh.device)
         self.module, recording, weights = opened(model, config, mesh)
         blocks = huggingface.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
         refuse_foreign(self.module, optimizer)
         warn_of_unused(config.optimizer, optimizer, made)
-        told = {"built here": recording is not None, "weights": weights is not None, "blocks": list(blocks)}
-        told |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn), **made.told}
-        same_model(mesh.aside(), self.module, {**told, "optimizer": made.groups})
+        facts = {"built here": recording is not None, "weights": weights is not None, "blocks": list(blocks)}
+        facts |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn), **made.to_compare}
+        same_model(mesh.control_axis(), self.module, {**facts, "optimizer": made.groups})
+        sequences = sequences_of(self.module, config, mesh, loss_fn is None, self.patches)
         first = first_batch(self.module, config)
         self._parameter_count = sum(p.numel() for p in self.module.parameters())
         self.on_gradients: Callable[[Gradients], object] | None = None
@@ -157,32 +117,28 @@ class Engine(ModuleFace):
         built = build(self.module, recording, made, blocks, pipeline, settings, mesh, weights=weights is None)
         alike = self._normalised()
         called = objective(self.module, loss_fn, made, config, mesh)
-        activations = Activations(config.memory, config.compile, mesh.device, self.patches)
-        loaders = Loaders(mesh, config.batch.size, config.seed, config.data.shuffle)
-        context = EngineContext(
-            training_settings(config, mesh),
-            mesh,
-            optimizer,
-            lr_scheduler,
-            randomness,
-            activations,
-            Saver(mesh.aside),
-            loaders,
+        activations = Activations(
+            config.memory, config.compile, mesh.device, self.patches, mesh.computes_on == "cpu"
         )
-        self._now: Training | State = Training(self.module, made, built, called, alike, context, first)
+        loaders = Loaders(mesh, config.batch.size, config.seed, config.data.shuffle)
+        training, saver = training_settings(config, mesh), Saver(mesh.control_axis)
+        spikes = Spikes(config.sentinels.spike if config.sentinels.enabled else None)
+        parts = activations, saver, loaders, spikes, sequences
+        context = EngineContext(training, mesh, optimizer, lr_scheduler, randomness, *parts)
+        self._now = Training(self.module, made, built, called, alike, context, first)
         give_to(self, self.module)
         if lr_scheduler is not None:
-            same_scheduler(mesh.aside(), self._now.options.state_dict())
+            same_scheduler(mesh.control_axis(), self._now.options.state_dict())
         if weights is not None:
             self._now.load(weights, strict=False, weights_only=True)
-        self._unfinished = False  # the last train_step, which ended in an error
-        self._comparison = BatchComparison(mesh)
-        go_on_from(outside, mesh.device)  # the script draws what it would have drawn
+        self._unfinished = False  # True if the last train_step ended in an error
+        self._comparison = BatchComparison(mesh, config.sentinels)
+        restore_rng_states(outside, mesh.device)  # the script draws the same numbers as without an engine
 
     @property
-    def state(self) -> State:
-        """How far training has come: step, samples, tokens, lr, loss_scale."""
-        return self._now if isinstance(self._now, State) else self._now.step.state
+    def state(self) -> TrainingState:
+        """The progress of training: step, samples, tokens, lr, loss_scale."""
+        return self._now if isinstance(self._now, TrainingState) else self._now.step.state
 
     # ---- one optimizer step
 
@@ -197,14 +153,14 @@ class Engine(ModuleFace):
         ones in the first step; and NumericsError for NaN or Inf without dynamic loss scale (unless
         precision.on_nonfinite says what to do)."""
         self._refuse_frozen()
-        self._look_at_mode()
-        self._training.tell_failed()
-        training = self._looked()
+        self._check_mode()
+        self._training.raise_failed_save()
+        training = self._followed()
         step, passes = training.step, training.passes
         cut = micro_batches(batch, training.context.settings.batches.now, first=not self.state.step)
         self._refuse_within_step("train_step")
-        self._comparison.compare(batch)
-        self._comparison.warn()
+        self._comparison.compare(batch, self.state.step)
+        self._comparison.warn(self.state.step)
         cut = passes.fitted(batch, cut)
         step.count_microbatches()
         if self._unfinished:
@@ -225,49 +181,49 @@ class Engine(ModuleFace):
                     case "RA" | "RG":
                         row.receive(action)
                     case "R":
-                        continue  # a stage's last backward begins it; all of them end it at once
+                        continue  # begun by a stage's last backward, and ended for all stages together, below
                     case "U":
-                        leave()  # what the user is called with here is the same on all ranks
+                        leave()  # the user's callbacks see the same generators on all ranks
                         step.reduce()
-                        result = self._update()
+                        result = self._end_step()
         self._unfinished = False
         return result
 
     @collective
     @with_gradients
     def eval_step(self, batch: Any) -> EvalResult:
-        """The mean loss over a global batch of any size, of which `batch` is this rank's share, or a list of
-        its parts; nothing is updated.
+        """Return the mean loss over a global batch of any size; nothing is updated. `batch` is this rank's
+        share, or a list of its micro-batches.
 
         The modules are in evaluation mode meanwhile."""
-        return self._looked().passes.evaluate(self.module, batch)
+        return self._followed().passes.evaluate(self.module, batch)
 
     @collective
     @with_gradients
     def eval_outputs(self, batch: Any, function: Callable[[Any, Any], Any]) -> list[Any]:
-        """`function(output, micro-batch)` for each micro-batch of `batch`, which is as in `eval_step`, where
-        the last pipeline stage is; an empty list on other ranks. No gradients, and the modules are in
-        evaluation mode meanwhile. All ranks must call."""
-        return self._looked().passes.outputs(self.module, batch, function)
+        """Return `function(output, micro-batch)` for each micro-batch of `batch` (as in `eval_step`) on the
+        last pipeline stage, and an empty list on other ranks. No gradients, and the modules are in evaluation
+        mode meanwhile. All ranks must call."""
+        _refuse_parts(self._training, "eval_outputs")
+        return self._followed().passes.outputs(self.module, batch, function)
 
     # ---- the loop people already have
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype,
-        `labels` not)."""
-        if self.mesh.pp.size > 1:
-            raise BatchError(_CUT)
-        training = self._looked()
+        """Return the model's output for one micro-batch. Floating-point inputs are cast to the compute dtype,
+        `labels` are not."""
+        _refuse_stages(self._training)
+        training = self._followed()
         training.passes.enter(0, 0)
-        # the batch is on the host still
+        # before the batch is copied to the device
         batch = kwargs or (args[0] if len(args) == 1 and not isinstance(args[0], list) else args)
-        self._comparison.compare(batch)
+        self._comparison.compare(batch, self.state.step)
         args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]
-        kind: Kind = "forward" if torch.is_grad_enabled() else "look"
-        drawing = training.context.randomness.inside(self.state.step, kind)
+        use: RandomUse = "forward" if torch.is_grad_enabled() else "look"
+        drawing = training.context.randomness.inside(self.state.step, use)
         with training.passes.autocast(), training.loop.inside(batch) as forward, drawing:
             output = training.objective.call(args, kwargs)
-        # the loss is the caller's, who may compute it outside
+        # outside of autocast, as the caller may compute the loss there
         if self.config.precision.compute in AUTOCAST:
             output = training.objective.cast(output)
         training.loop.forward(forward, output)
@@ -278,65 +234,67 @@ class Engine(ModuleFace):
     def backward(
         self, loss: Tensor, weight: float | None = None, *, last: bool = True, retain_graph: bool = False
     ) -> None:
-        """Backward of one micro-batch's mean loss; call it batch.size / (dp x micro) times a step.
+        """Run the backward of one micro-batch's mean loss; call it batch.size / (dp x micro) times a step.
 
-        weight: what the loss is the mean of; by default the labels of the last micro-batch, or its samples.
-        last: whether no other loss of the same micro-batch follows, to be added to this one. retain_graph:
-        keep the graph for it."""
+        weight: the number that the loss is a mean over; by default the labels of the last micro-batch, or its
+        samples. last: False if another loss of the same micro-batch follows, to be added to this one.
+        retain_graph: keep the graph for it."""
         self._refuse_frozen()
         self._training.loop.backward(loss, weight, last, retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss of a micro-batch times the loss scale of fp16 (1 otherwise), for a `backward()` of the
-        caller's own, which comes next: `engine.scale(loss).backward()`."""
+        """Return the loss of a micro-batch times the loss scale of fp16 (1 otherwise), for a `backward()` of
+        the caller's own that comes next: `engine.scale(loss).backward()`."""
         return self._step.scale(loss)
 
     def set_boundary(self, is_last: bool, extend: bool = False, own: float = 1.0) -> None:
-        """Say whether the coming backward is the last of its step, and so those after it until this is called
-        again: from now on the caller decides how many micro-batches a step has, and not batch.size. All
-        ranks say the same. extend: whether one before `step` all the same is added, by another reduction, and
-        not an error. own: the factor on losses whose `backward()` the caller begins, with batch.mean =
-        "ranks". Raises BatchError on stages of a pipeline, which know it before, and for several
-        micro-batches where batch.size makes one and gradients are in files."""
+        """Set whether the coming backward, and each one after it until the next call, is the last of its
+        step. From now on the caller decides how many micro-batches a step has, not batch.size. All ranks say
+        the same.
+
+        extend: whether a backward between the last one and `step` is added, by another reduction, instead of
+        an error. own: the factor on losses whose `backward()` the caller begins, with batch.mean = "ranks".
+        Raises BatchError on stages of a pipeline, whose schedule is fixed, and for several micro-batches
+        where batch.size makes one and gradients are in files."""
         self._step.set_boundary(is_last, extend, own)
 
     @collective
     @with_gradients
     def step(self, last: bool = False) -> StepResult:
-        """The optimizer step that ends a loop of forward and backward calls. Raises OrderError before the
-        last of them.
+        """Make the optimizer step that ends a loop of forward and backward calls. Raises OrderError before
+        the last of them.
 
-        last: the data ends here, so there may have been fewer; the step is that of what there was. Every rank
-        has had the same number."""
+        last: the data ends here, so there may have been fewer, and the step is that of those. Every rank has
+        had the same number."""
         self._complete("step", last)
-        return self._update()
+        return self._end_step()
 
     @with_gradients
     def gradients(self, last: bool = False) -> Gradients:
-        """What `step` will apply, to read and to clip, after the last backward of a step. All ranks call.
-        last: see `step`."""
+        """Return the gradients that `step` will apply, to read and to clip, after the last backward of a
+        step. All ranks call. last: see `step`."""
         self._complete("gradients", last)
         return Gradients(self._training.placement, self.mesh, self._step)
 
     def numbers(self, parameter: nn.Parameter) -> ParameterNumbers:
-        """The master, the gradient and the optimizer states of one parameter, to be read and written: whole,
-        or what this rank has of them. Raises ModelError for a parameter that is not this engine's."""
+        """Return access to the master, the gradient and the optimizer states of one parameter, to read and
+        write: whole, or this rank's shard. Raises ModelError for a parameter that is not this engine's."""
         return ParameterNumbers(parameter, lambda: self._training, partial(self._complete, "numbers"))
 
     def _complete(self, call: str, last: bool = False) -> None:
         """End the backward calls of a step. Raises OrderError where that is too early for `call`."""
         self._refuse_frozen()
         self._step.complete(call, last)
-        self._training.tell_failed()
-        self._comparison.warn()
-        self._looked().step.reduce()
+        self._training.raise_failed_save()
+        self._comparison.warn(self.state.step)
+        self._followed().step.reduce()
 
     # ---- around training
 
     @property
     def optimizer(self) -> OptimizerView:
-        """The optimizer as a loop or a scheduler of the user's sees it: `param_groups`, whose options count
-        at the next step, `state`, `step` and `zero_grad`."""
+        """The optimizer for a user's loop or scheduler: `param_groups`, with the options of the next step,
+        `state`, `step` and `zero_grad`."""
         return self._training.context.shown.view(self)
 
     @with_gradients
@@ -344,23 +302,23 @@ class Engine(ModuleFace):
         """Step the `lr_scheduler`, a ReduceLROnPlateau, by a metric such as a validation loss, and return the
         new learning rate.
 
-        The mean of what the ranks give counts, so that all change their rate together. All ranks must call.
-        Raises ConfigError where the scheduler waits for no metric."""
+        The mean of the ranks' metrics counts, so that all change their rate together. All ranks must call.
+        Raises ConfigError where the scheduler takes no metric."""
         return self._step.plateau(float(metric))
 
     def ask_to_stop(self) -> None:
-        """Have every rank hear, in the `StepResult.stop` of the step that is being done or of the next one,
-        that this rank has to stop.
+        """Ask all ranks to stop: `StepResult.stop` is true on every rank in the step under way or the next
+        one.
 
-        For signal handlers: it communicates nothing itself. What to do is the caller's: to save, and to leave
-        the loop."""
+        For signal handlers: it communicates nothing itself. The caller decides what to do, such as to save
+        and leave the loop."""
         if isinstance(self._now, Training):
             self._now.step.flags.stop = True
 
     def loader(self, dataset: Any, **options: Any) -> Loader:
-        """Batches of `dataset` for this rank: shuffled by the config's seed, the same global batches at any
-        number of ranks. Options are those of `polyreme.data.Loader`. Of those without an end (`epochs`),
-        checkpoints keep the place."""
+        """Return a loader of this rank's batches of `dataset`: shuffled by the config's seed, the same global
+        batches at any number of ranks. Options are those of `polyreme.data.Loader`. Checkpoints keep the
+        place of loaders without `epochs`."""
         return self._training.context.loaders.make(dataset, options)
 
     @collective
@@ -373,16 +331,17 @@ class Engine(ModuleFace):
         wait: bool = True,
         adapters_only: bool = False,
     ) -> Path:
-        """Write a checkpoint: a Hugging Face directory, with all that `load` goes on from. All ranks must
-        call, and each writes its part.
+        """Write a checkpoint: a Hugging Face directory, with everything that `load` continues from. All ranks
+        must call, and each writes its shards.
 
-        tokenizer: its files are written, too. extra: of the caller's, what JSON can hold; `load` returns it.
-        wait: return when it is there; without, it is copied to host memory and written while training goes
-        on, and an error comes with a later step or call.
-        adapters_only: of a PEFT model, its adapters and their optimizer states, without the base. Raises
-        CheckpointError on every rank; what was at the path before is then still there. ModelError where more
-        than adapters trains."""
-        self._looked()
+        tokenizer: its files are written, too. extra: the caller's own values, as JSON can hold them; `load`
+        returns them. wait: return once it is written; without, it is copied to host memory and written while
+        training continues, and an error comes with a later step or call. adapters_only: of a PEFT model, its
+        adapters and their optimizer states, without the base.
+
+        Raises CheckpointError on every rank; the earlier contents of the path are then still there. Raises
+        ModelError for adapters_only where other parameters train, too."""
+        self._followed()
         self._take_in_writes()
         self._training.save(Path(path), tokenizer, extra or {}, wait, adapters_only)
         return Path(path)
@@ -390,14 +349,14 @@ class Engine(ModuleFace):
     @collective
     @with_gradients
     def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> Loaded:
-        """Go on from a checkpoint of any layout, or from the newest complete one in a run's folder; or take
-        the weights of any Hugging Face directory. All ranks must call.
+        """Continue from a checkpoint of any layout, or from the newest complete one in a run's folder; or
+        take the weights of any Hugging Face directory. All ranks must call.
 
-        strict: the checkpoint has all tensors of the model, and no others. weights_only: leave optimizer
-        states, random numbers and the place in the data aside. Raises CheckpointError on every rank where
-        that cannot be; nothing has changed then."""
+        strict: the checkpoint must have all tensors of the model, and no others. weights_only: skip optimizer
+        states, random numbers and the place in the data. Raises CheckpointError on every rank where that is
+        impossible; nothing has changed then."""
         self._refuse_within_step("load")
-        self._looked()
+        self._followed()
         self.wait()
         self._take_in_writes()
         found = self._training.load(Path(path), strict, weights_only)
@@ -405,19 +364,20 @@ class Engine(ModuleFace):
         return found
 
     def wait(self) -> None:
-        """Return when the checkpoint that is being written in the background is there. Raises CheckpointError
+        """Wait until the checkpoint that is being saved in the background is written. Raises CheckpointError
         where it failed."""
         self._training.saver.wait()
 
     @with_gradients
     def refresh(self) -> None:
-        """Take in what a script did to the module since `initialize`: parameters unfrozen, added, replaced or
-        removed, modules too, and `engine.module` itself (`engine.module = peft.get_peft_model(engine.module,
-        ...)`). Every rank must have done the same, and call, between two steps. What stays keeps its weights
-        and optimizer states; what is new begins with rank 0's numbers, and what is frozen now loses its
-        states. The optimizer's groups are made as at first.
+        """Take in a script's changes of the module since `initialize`: parameters unfrozen, added, replaced
+        or removed, modules too, and `engine.module` itself (`engine.module =
+        peft.get_peft_model(engine.module, ...)`). Every rank must have made the same changes, and must call,
+        between two steps. Unchanged parameters keep their weights and optimizer states; new ones begin with
+        rank 0's numbers, and newly frozen ones lose their states. The optimizer's groups are made as at
+        first.
 
-        Raises ModelError where that cannot be (see docs/engine.md); nothing has changed then."""
+        Raises ModelError where that is impossible (see docs/engine.md); nothing has changed then."""
         self._refuse_within_step("refresh")
         self._training.sleep.refuse()
         self.wait()
@@ -425,18 +385,18 @@ class Engine(ModuleFace):
         for axis in (self.mesh.loss, self.mesh.tp):
             same_model(axis, self.module, {})
         old, unchanged = self._training, self._training.placement.unchanged
-        refuse_own_shapes([*old.updates])
+        refuse_own_shapes([*old.sharded_optimizer])
         settings = placement_settings(self.config, self.mesh.device)
-        division = divide_again(self.module, old.roster, old.placement.division, settings, self.mesh)
+        division = divide_again(self.module, old.snapshot, old.placement.division, settings, self.mesh)
         made = old.recipe_of(self.module)
         called, alike = old.objective.of(self.module), self._normalised()
         old.release()
         blocks = huggingface.find_blocks(self.module)
-        placement = share_out(self.module, blocks, made, division, settings, self.mesh, unchanged)
+        placement = shard_model(self.module, blocks, made, division, settings, self.mesh, unchanged)
         built = Built(placement, {0: Whole()}, blocks)
         self._now = Training(self.module, made, built, called, alike, old.context)
         give_to(self, self.module)
-        self._now.carry_from(old, unchanged)
+        self._now.continue_from(old, unchanged)
         self._trains = any(p.requires_grad for p in self.module.parameters())
         if self.mesh.tp.size == 1:
             self._parameter_count = sum(p.numel() for p in self.module.parameters())
@@ -445,14 +405,14 @@ class Engine(ModuleFace):
     def full_parameters(
         self, write: bool = False, among: Iterable[nn.Parameter] | None = None, rank: int = 0
     ) -> Iterator[nn.Module]:
-        """The module with all parameters whole, in memory of their own, so that its `state_dict()` may be
-        kept. Every rank must enter.
+        """Yield the module with all parameters whole, in memory of their own, so that its `state_dict()` may
+        be kept. Every rank must enter.
 
-        write: what the parameters are at the end reaches weights and masters of every rank, unless the block
-        ends in an error; of what several ranks have, those of `rank` count. In bf16 a master keeps its digits
-        where the parameter did not change. among: these, and others of their buckets, are enough. Raises
-        ModelError where parameters were changed without `write`, and OrderError for writing in the middle of
-        a step."""
+        write: the parameters' values at the end go to weights and masters of every rank, unless the block
+        ends in an error; of a parameter that several ranks have, those of `rank` count. In bf16 a master
+        keeps its digits where the parameter did not change. among: only these parameters are needed; others
+        of their buckets are whole, too. Raises ModelError where parameters were changed without `write`, and
+        OrderError for writing in the middle of a step."""
         if self._training.blocks.in_forward:
             raise ModelError(_IN_FORWARD)
         if torch.is_grad_enabled() and self._training.blocks.awaits_backward:
@@ -467,70 +427,72 @@ class Engine(ModuleFace):
         self._refuse_within_step("full_parameters(write=True)")
         with writable(self._training.placement, names, self.mesh.places(rank)):
             yield self.module
-            self._training.saver.taken()
-        self._step.written.note()
+            self._training.saver.wait_until_copied()
+        self._step.user_writes.note()
 
     def _take_in_writes(self) -> None:
-        """Have what the user wrote to parameters between steps count. All ranks must call."""
+        """Take the user's writes to parameters between steps into the masters. All ranks must call."""
         if not self._step.order.microbatches:
-            self._step.written.settle(self._training.saver.taken)
+            self._step.user_writes.settle(self._training.saver.wait_until_copied)
 
     @with_gradients
     def sleep(
-        self, *kinds: Numbers, pin: bool = True, since: str = "engine.sleep(): call engine.wake()"
+        self, *kinds: MemoryKind, pin: bool = True, since: str = "engine.sleep(): call engine.wake()"
     ) -> None:
-        """Free the device of this engine between two steps, until `wake`: "params", "masters" (of parameters
-        in 16 bits), "states" and "gradients" (whose buffers are let go of), or all where none is named, go to
-        host memory, pinned unless `pin` is false. What is on the host or in files already stays there. All
-        ranks must call.
+        """Free the device of this engine between two steps, until `wake`. "params", "masters" (of parameters
+        in 16 bits), "states" and "gradients" (whose buffers are dropped), or all where none is named, move to
+        host memory, pinned unless `pin` is false. Memory on the host or in files stays there. All ranks must
+        call.
 
-        What needs what is away raises ModelError, which names `since`: without states and masters, forwards,
-        backwards and `full_parameters()` to read work still. Raises OrderError in the middle of a step."""
+        Calls that need memory that is away raise ModelError, which names `since`. Without states and masters,
+        forwards, backwards and `full_parameters()` to read still work. Raises OrderError in the middle of a
+        step."""
         self._refuse_within_step("sleep")
         self.wait()
         self._take_in_writes()
-        self._training.sleep.sleep(kinds or KINDS, pin, since)
+        self._training.sleep.sleep(kinds or MEMORY_KINDS, pin, since)
 
     @with_gradients
-    def wake(self) -> tuple[Numbers, ...]:
-        """Have all that `sleep` took away where it was. Returns what that is, which may be none."""
+    def wake(self) -> tuple[MemoryKind, ...]:
+        """Move everything that `sleep` took away back. Returns the kinds that were away, which may be
+        none."""
         kinds = self._training.sleep.wake()
-        if "params" in kinds:  # which are in other memory
-            self._step.written.note()
+        if "params" in kinds:  # the parameters lie at other addresses now
+            self._step.user_writes.note()
         return kinds
 
     def memory(self) -> dict[str, int]:
-        """Bytes of this rank by category: parameters, gradients, states and buffers that are alive now, and
-        activations, which is what the first micro-batch kept for its backward (0 before it, and for compiled
-        blocks): on the device, and what `memory` has elsewhere in "parameters_host", "activations_files" and
-        so on."""
+        """Return the bytes of this rank by category: parameters, gradients, states and buffers that are alive
+        now, and activations, which the first micro-batch kept for its backward (0 before it, and for compiled
+        blocks). These are bytes on the device; those that `memory` keeps elsewhere are in "parameters_host",
+        "activations_files" and so on."""
         return report.memory(self._training)
 
     def working_set(self) -> dict[str, int]:
-        """The most bytes of memory that a step takes on this rank, by category, once one was trained: what
-        `memory` counts, and what comes and goes within a step. Without what the model's operators take for a
-        moment, the buffers, and freed memory that the C library keeps."""
+        """Return the most bytes of memory that a step takes on this rank, by category, once one was trained:
+        those of `memory`, and those that come and go within a step. Without temporary memory of the model's
+        operators, the buffers, and freed memory that the C library keeps."""
         return report.working_set(self._training, self.config.zero.prefetch)
 
     def tiers(self) -> dict[str, dict[str, float]]:
-        """What is not in the device's memory, for `states`, `params` and activations: `bytes` held there,
-        `memory` (bytes of host memory taken for it), and since the start bytes `read` from it and
-        `written` to it, and seconds `waited`."""
+        """Return the use of memory outside the device, for `states`, `params`, `gradients` and `activations`:
+        `bytes` held there, `memory` (bytes of host memory taken for it), and since the start bytes `read`
+        from it and `written` to it, and seconds `waited`."""
         return report.tiers(self._training)
 
     def close(self, gather: bool = False) -> None:
-        """Wait for a checkpoint that is being written, and undo all that the engine did to the process and to
-        the model: hooks, forwards, threads, folders of `memory`. `with initialize(...) as engine:` does so at
-        its end, and a process that ends, too.
+        """Wait for a checkpoint that is being written, and undo everything that the engine did to the process
+        and the model: hooks, forwards, threads, folders of `memory`. `with initialize(...) as engine:` does
+        so at its end, and so does the end of the process.
 
         At stages 0 to 2 on the device, without tp and pp, the model is an ordinary one again, with the
-        weights trained, and may be given to another engine. Otherwise this rank has a part of it, and what
-        asks for its numbers raises ModelError. The engine cannot be used any more, but for `state`. Raises
-        CheckpointError where the checkpoint failed, once all is undone.
+        trained weights, and may be given to another engine. Otherwise this rank has shards of it, and code
+        that needs its numbers raises ModelError. The engine cannot be used any more, except for `state`.
+        Raises CheckpointError where the checkpoint failed, once everything is undone.
 
-        gather: have what ZeRO divides whole first, at stage 3 and from other memory too. All ranks must call
-        then."""
-        if isinstance(self._now, State):
+        gather: make parameters that ZeRO divides whole first, at stage 3 and from other memory too. All ranks
+        must call then."""
+        if isinstance(self._now, TrainingState):
             return
         if gather:
             self._take_in_writes()
@@ -549,7 +511,7 @@ class Engine(ModuleFace):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- parts
+    # ---- steps of the above
 
     def _refuse_frozen(self) -> None:
         if not self._trains:
@@ -557,14 +519,14 @@ class Engine(ModuleFace):
 
     @property
     def _training(self) -> Training:  # type: ignore[override]
-        """What trains the model now."""
-        if isinstance(self._now, State):
+        """The current training of the model."""
+        if isinstance(self._now, TrainingState):
             raise ModelError(_CLOSED)
         return self._now
 
-    def _looked(self) -> Training:
-        """What trains the model, which has what a script changed of its optimizer's groups."""
-        self._training.look(self.module, self.refresh)
+    def _followed(self) -> Training:
+        """Return the training, after taking in changes that a script made of its optimizer's groups."""
+        self._training.follow_script(self.module, self.refresh)
         return self._training
 
     @property
@@ -572,20 +534,22 @@ class Engine(ModuleFace):
         return self._training.step
 
     def _normalised(self) -> set[Tensor]:
-        """Have batch norms go by the config; the buffers that are alike on all ranks then."""
+        """Set up batch norms by the config, and return the buffers that are the same on all ranks then."""
         dtype = master_dtype(DTYPES[self.config.precision.compute])
         return normalise(self.module, self.mesh.loss, self.config.batch_norm == "sync", dtype, self.patches)
 
-    def _update(self) -> StepResult:
-        """The end of a step, once what is being saved was copied."""
+    def _end_step(self) -> StepResult:
+        """Show `on_gradients` the gradients; and update, once a save in progress has copied the weights."""
         if self.on_gradients is not None:
             self.on_gradients(Gradients(self._training.placement, self.mesh, self._step))
-        self._training.saver.taken()
-        return self._step.update()
+        self._training.saver.wait_until_copied()
+        result, context = self._step.update_or_skip(), self._training.context
+        spike = context.spikes.see({"loss": result.loss, "grad_norm": result.grad_norm})
+        return replace(result, spike=spike + context.loaders.place()) if spike else result
 
 
 for _name in ("__init__", "__call__", "train_step", "eval_step", "eval_outputs", "backward", "step"):
-    setattr(Engine, _name, tells_of_memory(getattr(Engine, _name)))
+    setattr(Engine, _name, explains_out_of_memory(getattr(Engine, _name)))
 
 for _name in ("gradients", "plateau", "refresh", "sleep"):
     setattr(Engine, _name, collective(getattr(Engine, _name)))
@@ -593,6 +557,10 @@ for _name in ("train_step", "eval_step", "eval_outputs"):
     setattr(Engine, _name, one_batch(getattr(Engine, _name)))
 
 _CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
+_PARTS = (
+    "{} has the output of this rank's part of each sequence alone (mesh.cp > 1, or a context.method): use "
+    "train_step and eval_step"
+)
 _CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"
 _BEFORE_BACKWARD = (
     "full_parameters() between a forward and its backward: the memory of parameters is gone in the backward, "
@@ -609,6 +577,17 @@ _FROZEN = (
     "every parameter of the model is frozen, so that there is nothing to update: set requires_grad on those "
     "to train before initialize(); to be called or evaluated, engine(...) and eval_step are there"
 )
+
+
+def _refuse_stages(training: Training) -> None:
+    if training.context.mesh.pp.size > 1:
+        raise BatchError(_CUT)
+    _refuse_parts(training, "engine(...)")
+
+
+def _refuse_parts(training: Training, what: str) -> None:
+    if training.context.sequences is not None:
+        raise BatchError(_PARTS.format(what))
 
 
 def _refuse_closed(module: nn.Module, *_: object) -> None:

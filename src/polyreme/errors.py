@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 WARNS: ContextVar[bool] = ContextVar("warns", default=True)
-"""Whether this rank says what all find alike."""
+"""True if this rank gives the warnings that all ranks would give."""
+VERIFY = "`polyreme verify CONFIG`, or polyreme.verify, proves that a plan trains the same as one device"
+"""What stands behind advice on mesh.tp_plan."""
 _BENEATH = {"polyreme", "torch", "contextlib"}
 """Packages whose lines a warning does not name."""
 SHOWN = 200
-"""Characters of a value that a message shows."""
+"""Most characters of a value in a message."""
 
 
 def shortened(write: Callable[[Any], str], value: object) -> str:
-    """`value` as `write` writes it, in one line; of a long one the beginning, and of an integer too long to
-    write its size."""
+    """Return `value` as `write` formats it, in one line; the beginning of a long text, and the size of an
+    integer too long to format."""
     try:
         text = write(value)
     except ValueError:  # Python writes no integer of more than some thousand digits
@@ -33,8 +35,8 @@ def shortened(write: Callable[[Any], str], value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with all escaped that would not show, or would steer a terminal, but for line breaks and
-    tabs."""
+    """Return `text` with invisible characters, and those that would steer a terminal, escaped, except line
+    breaks and tabs."""
     return "".join(
         each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode()
         for each in text
@@ -42,8 +44,8 @@ def printable(text: str) -> str:
 
 
 def warn(text: str, every: bool = False) -> None:
-    """Warn, at the line of the script that led here: of what all ranks find on one of them, and with `every`
-    on the ranks that call, as of what only some find."""
+    """Warn at the line of the script that led here. By default one rank warns, of what all ranks find; with
+    `every`, each rank that calls, of what only some find."""
     if not every and not WARNS.get():
         return
     frame, level = sys._getframe(1), 2
@@ -53,19 +55,18 @@ def warn(text: str, every: bool = False) -> None:
 
 
 def named(names: Sequence[object], most: int = 5) -> str:
-    """The first of several names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+    """Return the first of several names as text, and how many more there are."""
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """Ranks as text, such as "rank 3" or "ranks 0, 1"."""
+    """Return ranks as text, such as "rank 3" or "ranks 0, 1"."""
     return f"rank{'s' * (len(ranks) > 1)} {named(ranks, 8)}"
 
 
 class PolyremeError(Exception):
-    """Base of all errors of this library; the command exits with `exit_status` when one ends it. What it says
-    of names is `printable`."""
+    """Base of all errors of this library. The command exits with `exit_status` when one ends it. Names in its
+    text are `printable`."""
 
     exit_status = 1
 

@@ -1,3 +1,3 @@
-"""Which Polyreme this is; `pyproject.toml` has the same number."""
+"""The version of Polyreme; `pyproject.toml` has the same number."""
 
 VERSION = "0.1.0"

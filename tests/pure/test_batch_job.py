@@ -10,8 +10,8 @@ import pytest
 
 from polyreme.errors import LaunchError
 from polyreme.launch import batch_job
-from polyreme.launch.batch_job import State, follow, read
-from polyreme.launch.manner import RanksFailedError
+from polyreme.launch.batch_job import JobState, follow, read
+from polyreme.launch.options import RanksFailedError
 from polyreme.launch.requests import STOPPED
 from polyreme.launch.slurm import Job
 
@@ -73,7 +73,7 @@ def test_what_scontrol_tells_is_read() -> None:
     told = TOLD.format(
         state="RUNNING", reason="None", restarts=2, code="9:15", nodes="(null)", output="/a b/%j"
     )
-    assert read(told) == State("RUNNING", "None", "", 2, 9, 15, Path("/a b/7"))
+    assert read(told) == JobState("RUNNING", "None", "", 2, 9, 15, Path("/a b/7"))
 
 
 def test_a_job_is_followed_to_its_end(slurm: Slurm, capfd: pytest.CaptureFixture[str]) -> None:

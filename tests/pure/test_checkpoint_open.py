@@ -78,6 +78,12 @@ def inspected(path: Path) -> dict[str, Any]:
     return found
 
 
+def test_a_folder_of_checkpoints_that_are_not_called_by_their_step_names_them(tmp_path: Path) -> None:
+    save_ours(tmp_path / "final")
+    with pytest.raises(CheckpointError, match=r"is no checkpoint, but has final: .* called step-N"):
+        open_source(tmp_path)
+
+
 def test_the_format_is_found(tmp_path: Path) -> None:
     assert isinstance(open_source(save_plain(tmp_path / "plain")), Directory)
     assert isinstance(open_source(save_ours(tmp_path / "ours")), Directory)

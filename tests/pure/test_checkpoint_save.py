@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,7 +27,10 @@ import polyreme
 from polyreme.checkpoint import manifest, run_directory
 from polyreme.checkpoint.collective_errors import collectively
 from polyreme.checkpoint.formats.huggingface import Directory
+from polyreme.checkpoint.writer import Writer
 from polyreme.distributed.mesh import Axis
+from polyreme.distributed.watch import BACKGROUND
+from polyreme.distributed.world import current
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
 from polyreme.step.precision import DTYPES
@@ -259,6 +264,22 @@ def test_another_file_cannot_be_written(tmp_path: Path, wait: bool) -> None:
         engine.wait()
     assert contents(tmp_path / "step") == before
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_a_world_that_is_closed_leaves_no_save_behind(tmp_path: Path) -> None:
+    """Which would go on writing what the next world saves under the same name."""
+    engines, written = [engine_of(models.llama()) for _ in range(2)], Writer._put_segment
+
+    def held_up(*args: Any) -> None:
+        time.sleep(0.5)
+        written(*args)
+
+    with patch.object(Writer, "_put_segment", held_up):
+        path = engines[0].save(tmp_path / "checkpoint", wait=False)
+        current().close()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith(BACKGROUND)]
+    assert contents(path) == contents(engines[0].save(tmp_path / "again"))
+    engines[1].save(path)
 
 
 def test_nothing_is_left_where_not_a_byte_is_free(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from polyreme.config import Config
 from polyreme.errors import BatchError, LaunchError
 from polyreme.job.ended import ended
 from polyreme.launch import torchrun
-from polyreme.launch.manner import SAVING
+from polyreme.launch.options import SAVING
 from polyreme.version import VERSION
 
 GOOD = """
@@ -393,6 +393,8 @@ def test_inspect_tells_which_ranks_form_which_axis(config: str) -> None:
         "pp": [[0, 2], [1, 3], [4, 6], [5, 7]],
         "dp": [[0, 1], [2, 3], [4, 5], [6, 7]],
     }
+    told = json.loads(polyreme("inspect", config, "-n", "2", "--json", "--set", "mesh.cp=2")[1])
+    assert told["context"]["method"] == "ulysses" and "it sends 4 times" in told["context"]["reason"]
     status, output, _ = polyreme(
         "inspect", config, "-n", "64", "--set", "mesh.tp=16", "--set", "batch.size=64"
     )
@@ -680,6 +682,8 @@ def test_the_status_tells_whether_work_is_left(
         ("inspect x.toml --zero-stage 3", "--set zero.stage=VALUE"),
         ("train x.toml --scheduler cosine", "--set lr_schedule.name=VALUE"),
         ("train x.toml --epochs 3", '--set train.length="N samples"'),
+        ("train x.toml --gradient-accumulation-steps 4", "--set batch.micro=N, N being batch.size / (dp"),
+        ("train x.toml --output-dir x", "--set checkpoint.folder=VALUE"),
         ("train x.toml --resum x", "--resume"),
     ],
 )

@@ -343,7 +343,7 @@ def test_nonsense_in_the_model_is_named() -> None:
     changes["n_layer"] = 10**9  # which would be built for as long as the user waits
     for key, value in changes.items():
         with pytest.raises(ConfigError) as caught:
-            huggingface.skeleton(None, {"model_type": "llama", key: value})
+            huggingface.new_model(None, {"model_type": "llama", key: value})
         found[key] = [problem.key for problem in caught.value.problems]
     assert found == {key: [f"model.config.{key}"] for key in changes}
 
@@ -351,7 +351,7 @@ def test_nonsense_in_the_model_is_named() -> None:
 def test_damaged_files_beside_the_weights(tmp_path: Path) -> None:
     """What transformers reads beside the weights, and raises errors of any kind for: the path is named, and
     what to do."""
-    huggingface.skeleton(
+    huggingface.new_model(
         None, {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     ).config.save_pretrained(tmp_path)
     train_tokenizer(["some text"], 300).save_pretrained(tmp_path)

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -77,6 +78,51 @@ def test_a_module_is_one_object_under_both_names() -> None:
         from deepspeed.launcher.resources import ResourceError as again
         assert again is kept
     """)
+
+
+def test_rows_of_the_table_are_modules() -> None:
+    told = python("""
+        import importlib, importlib.util, sys
+        import polyreme.compat.deepspeed as own
+        from polyreme.compat.deepspeed import names
+        own.install()
+        for path, module in names.SAME.items():  # second paths, in their order and by either name
+            found = importlib.import_module(f"deepspeed.{path}")
+            assert found is importlib.import_module(f"polyreme.compat.deepspeed.{path}")
+            assert found is importlib.import_module(f"deepspeed.{module}"), path
+            assert found.__name__ == found.__spec__.name == f"polyreme.compat.deepspeed.{module}"
+        import deepspeed.ops.adam.cpu_adam
+        from deepspeed.accelerator import real_accelerator
+        assert real_accelerator.get_accelerator is deepspeed.get_accelerator
+
+        assert importlib.util.find_spec("deepspeed.compression.compress") is not None
+        assert "polyreme.compat.deepspeed.compression.compress" not in sys.modules
+        import deepspeed.compression.compress as refused
+        from deepspeed.compression.compress import init_compression
+        import polyreme.compat.deepspeed.compression.compress as same
+        assert refused is same is deepspeed.compression.compress and not hasattr(refused, "__all__")
+        for use in (init_compression, deepspeed.moe.layer.MoE, deepspeed.runtime.hybrid_engine.X.y):
+            try:
+                use(1)
+            except NotImplementedError as error:
+                print(str(error).partition(" is not available")[0])
+        try:
+            import deepspeed.ops.adam.none
+        except ModuleNotFoundError as error:
+            assert "deepspeed.ops.adam has cpu_adam, fused_adam;" in str(error)
+    """)
+    assert told.split() == [
+        "deepspeed.compression.compress.init_compression",
+        "deepspeed.moe.layer.MoE",
+        "deepspeed.runtime.hybrid_engine.X.y",
+    ]
+
+
+def test_a_folder_that_an_older_version_left_hides_no_row(tmp_path: Path) -> None:
+    (tmp_path / "gone" / "__pycache__").mkdir(parents=True)
+    table = SimpleNamespace(SAME={}, has_below=lambda name: True)
+    spec = finder.Names("polyreme", table).find_spec("polyreme.gone", [str(tmp_path)])
+    assert isinstance(spec and spec.loader, finder._Refused)
 
 
 def test_a_spec_is_found_without_an_import() -> None:
@@ -263,12 +309,12 @@ def test_processes_that_it_starts_have_it(tmp_path: Path) -> None:
 
 def test_python_m_runs_a_module_by_its_other_name() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "deepspeed.launcher.launcher_helper", "--help"],
+        [sys.executable, "-m", "deepspeed.launcher.launch", "--help"],
         env={**os.environ, **with_door()},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "MPICH" in done.stdout, done.stderr
+    assert done.returncode == 0 and "--world_info" in done.stdout, done.stderr
 
 
 def test_the_next_sitecustomize_runs_as_well(tmp_path: Path) -> None:

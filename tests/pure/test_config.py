@@ -208,6 +208,10 @@ def test_overrides_of_a_resolved_config_start_from_what_the_user_wrote() -> None
         ({"lr_scheduler": "cosine"}, "lr_scheduler", "lr_schedule"),
         ({"train": {"steps": 3}}, "train.steps", "train.length"),
         ({"optimizer": {"weight_decy": 0}}, "optimizer.weight_decy", "optimizer.weight_decay"),
+        ({"mesh": {"pipeline": 2}}, "mesh.pipeline", "mesh.pp"),
+        ({"mesh": {"tensor_parallel": 2}}, "mesh.tensor_parallel", "mesh.tp"),
+        ({"memory": {"gradient_checkpointing": True}}, "memory.gradient_checkpointing", "memory.activations"),
+        ({"checkpoint": {"path": "run"}}, "checkpoint.path", "checkpoint.folder"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(source: dict[str, Any], key: str, meant: str) -> None:
@@ -222,6 +226,14 @@ def test_an_unknown_key_names_the_nearest(source: dict[str, Any], key: str, mean
 def test_epochs_are_told_of_as_a_length(source: dict[str, Any]) -> None:
     (problem,) = refused(source).values()
     assert problem.fix.startswith('write train.length = "N samples", N being the number of epochs times')
+
+
+@pytest.mark.parametrize(
+    "source", [{"batch": {"accumulation": 4}}, {"batch": {"accum": 4}}, {"gradient_accumulation_steps": 4}]
+)
+def test_accumulation_is_told_of_as_a_size(source: dict[str, Any]) -> None:
+    (problem,) = refused(source).values()
+    assert problem.fix.startswith("write batch.micro = batch.size / (dp x N)")
 
 
 def test_a_config_of_deepspeeds_is_told_where_to_go(tmp_path: Path) -> None:
@@ -450,6 +462,7 @@ def test_the_defaults_run_on_any_rank_count_that_divides_the_batch() -> None:
             for key in LEAVES
             if resolved.value(key) == "auto"
             and key not in ("zero.release", "checkpoint.resume", "mesh.backend")
+            and not key.startswith("context.")
         ]
         assert resolved.mesh.dp == world_size
 
@@ -500,7 +513,13 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
         'pipeline.schedule = "interleaved"',
     ),
     ({"mesh": {"pp": 2}, "batch": {"size": 6, "micro": 4}}, "batch.micro", "2 or 3"),
-    ({"mesh": {"cp": 2}}, "mesh.cp", "mesh.cp = 1"),
+    ({"mesh": {"cp": 2}, "compile": True}, "compile", "compile = false, or mesh.cp = 1"),
+    ({"mesh": {"cp": 2}, "batch": {"mean": "ranks"}}, "batch.mean", 'batch.mean = "labels"'),
+    (
+        {"mesh": {"cp": 2}, "context": {"method": "ulysses", "balance": "zigzag"}},
+        "context.balance",
+        'context.method = "ring"',
+    ),
     ({"mesh": {"ep": 2}}, "mesh.ep", "mesh.ep = 1"),
     ({"mesh": {"sequence_parallel": True}}, "mesh.sequence_parallel", "= false"),
     (

@@ -53,10 +53,8 @@ def test_calls_before_a_group_is_open_say_what_to_call() -> None:
 
 
 def test_an_operation_between_two_is_one_of_two() -> None:
-    with pytest.raises(ValueError, match="op must be"):
+    with pytest.raises(ValueError, match=r"give deepspeed\.comm\.isend or deepspeed\.comm\.irecv"):
         dist.P2POp(torch.distributed.isend, torch.zeros(1), 0)
-    with pytest.raises(ValueError, match="give one for each"):
-        dist.all_gather_coalesced([torch.zeros(1)], [])
 
 
 class World:

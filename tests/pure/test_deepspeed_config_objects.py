@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +12,8 @@ from pydantic import Field, ValidationError
 
 from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError
 from polyreme.compat.deepspeed.refusal import OrderError, UnsupportedError
-from polyreme.compat.deepspeed.runtime import config_utils, lr_schedules
-from polyreme.compat.deepspeed.runtime.config import PLACES, DeepSpeedConfig, DeepSpeedConfigWriter
+from polyreme.compat.deepspeed.runtime import config_utils
+from polyreme.compat.deepspeed.runtime.config import PLACES, DeepSpeedConfig
 from polyreme.compat.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import (
     CreateLossScaler,
@@ -34,11 +32,11 @@ from polyreme.errors import CheckpointError
 
 
 class Section(config_utils.DeepSpeedConfigModel):
-    old: str | None = Field(
-        None, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": lambda one: [one]}
+    minutes: int | None = Field(
+        None, json_schema_extra={"deprecated": True, "new_param": "seconds", "new_param_fn": lambda m: 60 * m}
     )  # type: ignore[arg-type]
-    new: list[str] | None = None
-    other: int = Field(0, alias="another")
+    seconds: int = 30
+    hosts: list[str] = Field([], alias="nodes")
 
 
 def test_a_config_has_deepspeeds_attributes() -> None:
@@ -97,18 +95,9 @@ def test_an_unknown_key_is_an_error_of_every_kind_that_deepspeed_raises() -> Non
             DeepSpeedConfig({"train_batch": 8})
 
 
-def test_a_writer_reads_what_it_wrote(tmp_path: Path) -> None:
-    writer = DeepSpeedConfigWriter()
-    writer.add_config("train_batch_size", 8)
-    writer.write_config(str(tmp_path / "ds.json"))
-    again = DeepSpeedConfigWriter()
-    again.load_config(str(tmp_path / "ds.json"))
-    assert again.data == {"train_batch_size": 8}
-
-
 @pytest.mark.parametrize("key", ["stage3_prefetch_bucket_size", "prefetch_bucket_size"])
 def test_zero_keys_have_two_names(key: str) -> None:
-    assert DeepSpeedZeroConfig(**{key: 12345}).prefetch_bucket_size == 12345
+    assert DeepSpeedZeroConfig(**{key: 77_000}).prefetch_bucket_size == 77_000
 
 
 def test_old_names_of_zero_keys() -> None:
@@ -148,26 +137,24 @@ def test_a_loss_scale_is_finite(scale: float) -> None:
 
 
 def test_a_loss_scale_is_not_below_zero() -> None:
-    with pytest.raises(ValidationError, match=">= 0"):
+    with pytest.raises(ValidationError, match="greater than or equal to 0"):
         DeepSpeedFP16Config(loss_scale=-1.0)
     with pytest.raises(ValidationError, match="loss_scale_window"):
         DeepSpeedFP16Config(enabled=True, loss_scale_window=0)
 
 
 def test_a_section_takes_old_names_and_aliases() -> None:
-    assert Section(old="a").new == ["a"]  # type: ignore[comparison-overlap]
-    assert (Section(other=3).other, Section(another=3).other, Section(other="auto").other) == (3, 3, 0)
-    with pytest.raises(OrderError, match="old is an old name"):
-        Section(old="a", new=["b"])
-    with pytest.raises(ValidationError, match="typo"):
-        Section(typo=1)
+    assert (Section().seconds, Section(minutes=2).seconds, Section(seconds="auto").seconds) == (30, 120, 30)
+    assert Section(hosts=["a"]).hosts == Section(nodes=["a"]).hosts == ["a"]
+    with pytest.raises(OrderError, match="minutes is an old name of seconds"):
+        Section(minutes=2, seconds=5)
+    with pytest.raises(ValidationError, match="hours"):
+        Section(hours=1)
 
 
 def test_helpers_of_sections() -> None:
-    with pytest.raises(ValueError, match="Duplicate"):
+    with pytest.raises(ValueError, match="more than once"):
         json.loads('{"a": 1, "a": 2}', object_pairs_hook=config_utils.dict_raise_error_on_duplicate_keys)
-    assert repr(config_utils.pp_int(5e8)) == "500,000,000"
-    assert config_utils.get_config_default(Section, "other") == 0
 
 
 def _scaler(**changes: Any) -> DynamicLossScaler:
@@ -196,7 +183,7 @@ def test_consecutive_hysteresis_forgets_an_overflow() -> None:
 
 def test_an_overflow_at_the_least_loss_scale_is_an_error() -> None:
     scaler = _scaler(hysteresis=1, initial_scale_power=0)
-    with pytest.raises(OrderError, match="already at minimum"):
+    with pytest.raises(OrderError, match="least loss scale"):
         scaler.update_scale(True)
 
 
@@ -211,17 +198,6 @@ def test_a_loss_scale_is_one_without_fp16() -> None:
 def test_wrappers_of_optimizers_say_why_there_are_none() -> None:
     with pytest.raises(UnsupportedError, match="FP16_Optimizer"):
         FP16_Optimizer(None)
-
-
-@pytest.mark.parametrize(("flags", "cycles"), [([], False), (["--cycle_momentum"], True)])
-def test_one_cycle_is_made_of_the_command_line(flags: list[str], cycles: bool) -> None:
-    parser = lr_schedules.add_tuning_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--lr_schedule", "OneCycle", "--cycle_first_step_size", "4", *flags])
-    config, error = lr_schedules.get_config_from_args(args)
-    assert error is None
-    adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
-    scheduler = lr_schedules.OneCycle(adam, **config["params"])
-    assert (scheduler.second_step_size, scheduler.cycle_momentum) == (4, cycles)
 
 
 def test_names_around_zero() -> None:

@@ -29,7 +29,6 @@ from polyreme.compat.deepspeed.runtime.pipe.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,
-    _prime_factors,
 )
 from polyreme.compat.deepspeed.runtime.sequence_parallel import ulysses_sp
 from polyreme.compat.deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -37,19 +36,19 @@ from polyreme.errors import PolyremeError
 
 
 def test_a_topology_counts_in_rows() -> None:
-    topology = ProcessTopology(["row", "col"], [2, 3])
-    assert [topology.get_rank(row=r, col=c) for r in range(2) for c in range(3)] == list(range(6))
-    assert topology.get_coord(4) == (1, 1) and topology.get_coord(4).col == 1
-    assert topology.get_axis_list("row", 1) == [3, 4, 5] and topology.get_axis_list("col", 0) == [0, 3]
-    assert topology.get_axis_names() == ["row", "col"] and topology.world_size() == 6
-    assert (topology.get_dim("col"), topology.get_dim("depth")) == (3, 0)
-    assert topology.get_axis_comm_lists("row") == [[0, 3], [1, 4], [2, 5]]
+    topology = ProcessTopology(["y", "x"], [2, 3])
+    assert [topology.get_rank(y=r, x=c) for r in range(2) for c in range(3)] == list(range(6))
+    assert topology.get_coord(4) == (1, 1) and topology.get_coord(4).x == 1
+    assert topology.get_axis_list("y", 1) == [3, 4, 5] and topology.get_axis_list("x", 0) == [0, 3]
+    assert topology.get_axis_names() == ["y", "x"] and topology.world_size() == 6
+    assert (topology.get_dim("x"), topology.get_dim("depth")) == (3, 0)
+    assert topology.get_axis_comm_lists("y") == [[0, 3], [1, 4], [2, 5]]
     assert topology.get_axis_comm_lists("depth") == []
-    with pytest.raises(ValueError, match="slices"):
-        topology.get_rank(row=0)
-    with pytest.raises(AssertionError, match="invalid"):
-        topology.get_rank(row=2, col=0)
-    with pytest.raises(ValueError, match="rank 6 not found"):
+    with pytest.raises(ValueError, match="does not say one rank"):
+        topology.get_rank(y=0)
+    with pytest.raises(AssertionError, match="is outside of"):
+        topology.get_rank(y=2, x=0)
+    with pytest.raises(ValueError, match="rank 6 is none of"):
         topology.get_coord(6)
 
 
@@ -63,12 +62,6 @@ def test_data_parallel_ranks_are_next_to_each_other() -> None:
     assert topology.get_rank_repr(3, omit_axes=["pipe"], inner_sep="+", outer_sep=".") == "data+01.model+01"
 
 
-def test_numbers_have_prime_factors() -> None:
-    assert _prime_factors(1) == [] and _prime_factors(360) == [2, 2, 2, 3, 3, 5]
-    with pytest.raises(ValueError, match="positive"):
-        _prime_factors(0)
-
-
 def test_items_are_divided_evenly() -> None:
     assert utils.partition_uniform(10, 4) == [0, 3, 6, 8, 10]
     assert utils.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
@@ -79,7 +72,7 @@ def test_items_are_divided_evenly() -> None:
     ("weights", "parts", "bounds"),
     [
         ([1, 1, 1, 1], 2, [0, 2, 4]),
-        ([0, 1, 2, 3, 3, 3], 4, [0, 3, 4, 5, 6]),
+        ([4, 1, 1, 2, 2, 6], 3, [0, 2, 5, 6]),
         ([5, 1, 1, 1, 1, 1], 2, [0, 1, 6]),
         ([2, 1], 4, [0, 1, 2, 2, 2]),
     ],
@@ -116,9 +109,9 @@ def test_estimates_are_deepspeeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert stage3.model_to_params(model) == (3 * million, 2 * million)
     stage3.estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=2)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "SW: Model with 3M total params, 2M largest layer params." and len(lines) == 10
+    assert lines[1] == "model: 3.0M parameters, 2.0M of them in the largest layer" and len(lines) == 10
     stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live(model)
-    assert "1 node, 1 GPU per node" in capsys.readouterr().out
+    assert "hosts: 1, GPUs on each: 1" in capsys.readouterr().out
 
 
 def parameters() -> list[nn.Parameter]:
@@ -147,8 +140,6 @@ def test_numbers_that_are_not_finite_are_found() -> None:
     assert utils.get_global_norm([3.0, 4.0]) == 5.0
     assert utils.is_invalid_grad_norm(torch.tensor([1.0, -1.0])) and not utils.is_invalid_grad_norm(2.0)
     assert utils.get_global_norm([3.0, -1.0]) == math.inf == utils.get_global_norm([math.nan])
-    assert utils.combine_grad_norm_groups([torch.tensor(3.0), 4.0]) == 5.0
-    assert utils.combine_grad_norm_groups([torch.tensor(3.0), -1.0]) == math.inf
     for bad in (math.inf, -math.inf, math.nan):
         assert utils.has_inf_or_nan(torch.tensor([1.0, bad]))
     assert not utils.has_inf_or_nan(torch.ones(3)) and not utils.has_inf_or_nan(torch.ones(0))
@@ -157,9 +148,6 @@ def test_numbers_that_are_not_finite_are_found() -> None:
 
 def test_nested_things_are_moved(tmp_path: Path) -> None:
     tensor = torch.ones(2)
-    nested: Any = {"a": [tensor, (tensor, 3)]}
-    copied = utils.copy_to_device(nested, "meta", torch.is_tensor)
-    assert copied["a"][0].device.type == "meta" and copied["a"][1][1] == 3
     assert utils.move_to_device({"a": [tensor]}, "cpu", torch.is_tensor)["a"][0] is tensor
     utils.ensure_directory_exists(str(tmp_path / "a" / "b" / "file"))
     assert (tmp_path / "a" / "b").is_dir()
@@ -167,26 +155,14 @@ def test_nested_things_are_moved(tmp_path: Path) -> None:
 
 def test_small_helpers(capsys: pytest.CaptureFixture[str]) -> None:
     assert utils.call_to_str("f", 1, "a", k=2) == "f(1, 'a', k=2)"
-    assert utils.get_only_unique_item([3, 3]) == 3
-    some, none = torch.ones(2), torch.ones(0)
-    assert utils.filter_empty_parameters([some, none]) == [some]
-    groups = [{"params": [some, none], "lr": 1}, {"params": [none]}]
-    assert utils.filter_empty_parameters(groups) == [{"params": [some], "lr": 1}]
-    with pytest.raises(ValueError, match="unique"):
-        utils.get_only_unique_item([1, 2])
-    assert [each.numel() for each in utils.align_dense_tensors([torch.ones(3)], 4)] == [3, 1]
     utils.set_random_seed(3)
     first = torch.rand(1)
     utils.set_random_seed(3)
     assert torch.equal(first, torch.rand(1))
     utils.see_memory_usage("not said")
     utils.see_memory_usage("said", force=True)
-    utils.memory_status("status")
-    said = capsys.readouterr().out
-    assert said.startswith("said\nMA ") and "RANK=0 MEMSTATS status" in said
+    assert capsys.readouterr().out.startswith("said\nMA ")
     assert utils.DummyOptim([tensor := torch.ones(1)]).param_groups == [{"params": [tensor]}]
-    with utils.noop_context():
-        assert utils.noop_decorator(test_small_helpers) is test_small_helpers
     assert constants.ROUTE_TRAIN == "train" and constants.GRADIENT_CLIPPING_DEFAULT == 1.0
 
 
@@ -230,7 +206,7 @@ def test_checkpointing_is_configured(tmp_path: Path) -> None:
     assert not checkpointing.is_configured()
     (tmp_path / "ds.json").write_text(json.dumps({"activation_checkpointing": {"number_checkpoints": 3}}))
     checkpointing.configure(None, deepspeed_config=str(tmp_path / "ds.json"), profile=True)
-    assert checkpointing.is_configured() and checkpointing._settings.num_layers == 3
+    assert checkpointing.is_configured() and checkpointing._settings.number_checkpoints == 3
     checkpointing.configure(checkpoint_in_cpu=True, synchronize=True, partition_activations=True)
     x = torch.ones(2, requires_grad=True)
     checkpointing.checkpoint(lambda a, b: a * b, x, torch.ones(2)).sum().backward()
@@ -242,7 +218,7 @@ def test_checkpointing_is_configured(tmp_path: Path) -> None:
     unit = SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 2)
     with pytest.raises(PolyremeError, match="tensor-parallel"):
         checkpointing.configure(unit, partition_activations=True)
-    assert checkpointing._settings.in_cpu  # a call that fails changes nothing
+    assert checkpointing._settings.cpu_checkpointing  # a call that fails changes nothing
 
 
 @pytest.mark.usefixtures("settings")
@@ -256,9 +232,9 @@ def test_generators_have_names_and_seeds_of_their_own() -> None:
         assert not torch.equal(first, torch.rand(1))
     assert torch.equal(before, torch.get_rng_state())
     for name, seed in (("a", 2), ("b", 1)):
-        with pytest.raises(ValueError, match="already exists"):
+        with pytest.raises(ValueError, match="another stream has"):
             tracker.add(name, seed)
-    with pytest.raises(ValueError, match="not added"), tracker.fork("c"):
+    with pytest.raises(ValueError, match="have begun"), tracker.fork("c"):
         pass
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,17 +68,13 @@ def test_its_random_numbers_are_torchs(accelerator: DeepSpeedAccelerator) -> Non
 
 def test_memory_without_a_device_is_not_pinned(accelerator: DeepSpeedAccelerator) -> None:
     tensor = torch.zeros(2, 3)
-    assert accelerator.pin_memory(tensor) is tensor
-    assert accelerator.pin_empty(2, 3, dtype=torch.int32).shape == (2, 3)
-    assert accelerator.pin_empty_like(tensor).dtype == torch.float32
-    with pytest.raises(ValueError, match="device must be cpu"):
-        accelerator.pin_empty(2, dtype=torch.float32, device="meta")
+    assert accelerator.pin_memory(tensor) is tensor and not accelerator.is_pinned(tensor)
 
 
 def test_both_kinds_answer_all_questions() -> None:
-    for kind in (CPU_Accelerator, CUDA_Accelerator):
-        assert not inspect.isabstract(kind)
-    cuda = CUDA_Accelerator()
+    cpu, cuda = CPU_Accelerator(), CUDA_Accelerator()
+    assert {name for name in dir(cuda) if name[0] != "_"} - set(dir(cpu)) == {"communication_backend_version"}
+    assert set(dir(cpu)) - set(dir(cuda)) == {"max_mem", "get_rss"}
     assert cuda.device_name(1) == "cuda:1" and cuda.communication_backend_name() == "nccl"
     assert not cuda.use_host_timers() and not cuda.on_accelerator(torch.zeros(1))
     assert cuda.export_envs() == ["NCCL"]
@@ -90,12 +83,12 @@ def test_both_kinds_answer_all_questions() -> None:
 def test_an_accelerator_is_set_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
     monkeypatch.setenv("DS_ACCELERATOR", "hpu")
-    with pytest.raises(ValueError, match="DS_ACCELERATOR must be one of"):
+    with pytest.raises(ValueError, match=r"DS_ACCELERATOR=hpu: .* name one of these"):
         get_accelerator()
     mine = CUDA_Accelerator()
     set_accelerator(mine)
     assert get_accelerator() is mine
-    with pytest.raises(AssertionError, match="not subclass of DeepSpeedAccelerator"):
+    with pytest.raises(AssertionError, match="derives from DeepSpeedAccelerator"):
         set_accelerator(object())  # type: ignore[arg-type]
 
 
@@ -103,7 +96,7 @@ def test_a_compile_backend_is_one_that_torch_has(accelerator: DeepSpeedAccelerat
     assert accelerator.get_compile_backend() == "inductor"
     accelerator.set_compile_backend("eager")
     assert accelerator.get_compile_backend() == "eager"
-    with pytest.raises(ValueError, match="none not supported by cpu"):
+    with pytest.raises(ValueError, match="torch has no such backend"):
         accelerator.set_compile_backend("none")
 
 
@@ -129,19 +122,15 @@ def test_levels_are_set_by_their_names(capsys: pytest.CaptureFixture[str]) -> No
     assert "[Rank -1] once" in said and said.count("twice") == 1
     utils.set_log_level_from_string("ERROR", mine)
     assert mine.level == mine.handlers[0].level == logging.ERROR
-    assert ds_logging.should_log_le("warning") and not ds_logging.should_log_le("info")
-    for bad in (lambda: utils.set_log_level_from_string("loud"), lambda: ds_logging.should_log_le(3),
-                lambda: ds_logging.LoggerFactory.create_logger()):  # fmt: skip
+    for bad in (lambda: utils.set_log_level_from_string("loud"), ds_logging.LoggerFactory.create_logger):
         with pytest.raises(ValueError):
             bad()
 
 
-def test_a_single_process_speaks_for_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_process_speaks_for_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert ds_logging.get_dist_msg("hello", [5]) == "[Rank -1] hello"
     ds_logging.print_dist("hello", [5])
     assert capsys.readouterr().out == "[Rank -1] hello\n"
-    ds_logging.print_json_dist({"a": 1}, path=tmp_path / "file")
-    assert json.loads((tmp_path / "file").read_text()) == {"a": 1, "rank": -1}
 
 
 class Calls:
@@ -163,29 +152,20 @@ def test_a_timer_adds_its_laps(
     timers.log(["fwd"], normalizer=2.0)
     assert "time (ms) | fwd: 2000.00" in capsys.readouterr().out
     assert timers("fwd").elapsed() == 0
-    with pytest.raises(AssertionError, match="not started"):
+    with pytest.raises(AssertionError, match="does not run"):
         timers("fwd").stop()
     timers("fwd").start()
-    with pytest.raises(AssertionError, match="already been started"):
+    with pytest.raises(AssertionError, match="which runs"):
         timers("fwd").start()
+    for lap in (2.0, 1.0):  # of a timer that runs on
+        clock.now += lap
+        assert timers("fwd").elapsed() == 1000 * lap
     nothing = timer.NoopTimer()
     nothing("fwd").start()
     assert nothing("fwd").elapsed() == 0
 
 
-def test_samples_per_second_begin_at_the_start_step(
-    monkeypatch: pytest.MonkeyPatch, accelerator: DeepSpeedAccelerator
-) -> None:
-    clock, said = Calls(monkeypatch), list[str]()
-    clock.now = 10.0
-    config = SimpleNamespace(enabled=True, synchronized=True)
-    meter = timer.ThroughputTimer(config, 8, start_step=1, steps_per_output=3, logging_fn=said.append)
-    for seconds in (100.0, 2.0, 2.0):
-        meter.start()
-        clock.now += seconds
-        meter.stop(global_step=True)
-    assert meter.avg_samples_per_sec() == 4.0
-    assert len(said) == 1 and "global_step=3, RunningAvgSamplesPerSec=4.0" in said[0]
+def test_a_mean_leaves_the_ends_out() -> None:
     assert timer.trim_mean([100.0, 1.0, 2.0, 3.0, 0.0], 0.2) == 2.0
 
 
@@ -208,9 +188,9 @@ def test_leaves_are_marked_by_class_and_by_name() -> None:
         ["x"],
     )
     assert len(utils.set_z3_leaf_modules_by_suffix(model, ["inner"])[0]) == 2
-    with pytest.raises(ValueError, match="No modules of type"):
+    with pytest.raises(ValueError, match=r"leaf modules .*Conv1d"):
         utils.set_z3_leaf_modules(model, [nn.Conv1d])
-    with pytest.raises(ValueError, match="No modules named"):
+    with pytest.raises(ValueError, match=r"leaf modules .*x"):
         utils.set_z3_leaf_modules_by_name(model, ["x"])
 
 
@@ -278,7 +258,7 @@ def test_groups_that_are_not_there_are_refused() -> None:
         groups._get_expert_parallel_group("ep_size_2")
     with pytest.raises(PolyremeError, match="sequence"):
         groups._get_sequence_parallel_group()
-    with pytest.raises(AssertionError, match="not initialized"):
+    with pytest.raises(AssertionError, match="pass mpu="):
         groups.get_model_parallel_group()
     with pytest.raises(AssertionError, match="init_distributed"):
         groups._get_data_parallel_world_size()
@@ -297,16 +277,39 @@ def test_calls_are_counted_per_operation_and_size() -> None:
     row = summary[1 << 20]
     assert (row["count"], row["total_latency_ms"], row["avg_latency_ms"]) == (2, 4.0, 2.0)
     assert row["msg_size_str"] == "1.0 MB" and row["busbw_avg_gbps"] == 0  # of one rank
-    log.start_profiling_op(["send"])
-    log.stop_profiling_op(["send"])
-    assert log.prof_ops == [] and convert_size(0) == "0B"
+    assert convert_size(0) == "0B"
+    raw = log.get_raw_data()
+    assert list(raw) == ["mine", "barrier"] and raw["mine"][1 << 20][:2] == [2, [1.0, 3.0]]
     log.reset_data()
-    assert not log.has_data()
+    assert not log.has_data() and raw["mine"]
+
+
+def test_what_is_recorded_is_chosen_on_the_way() -> None:
+    log = CommsLogger()
+    log.stop_profiling_comms()
+    log.start_profiling_op(["all_reduce", "barrier"])
+    log.start_profiling_op(["barrier", "send"])
+    log.stop_profiling_op(["all_reduce", "recv"])
+    assert (log.prof_all, log.prof_ops) == (False, ["barrier", "send"])
+    log.start_profiling_comms()
+    assert log.prof_all
 
 
 def test_a_repeating_loader_begins_again() -> None:
     loader = RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+
+
+def test_a_repeating_loader_of_deepspeeds_own_goes_on() -> None:
+    """That loader begins again when its iterator is asked for."""
+    samples = SimpleNamespace(start=lambda: None)
+    own = DeepSpeedDataLoader(
+        list(range(4)), 2, False, 0, samples, num_local_io_workers=0,
+        data_parallel_world_size=1, data_parallel_rank=0,
+    )  # fmt: skip
+    loader = RepeatingLoader(own)
+    first, second, third = (next(loader).tolist() for _ in range(3))
+    assert sorted(first + second) == [0, 1, 2, 3] and third == first
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -11,7 +11,7 @@ from polyreme.distributed.mesh import Axis
 from polyreme.layout.intervals import Interval
 from polyreme.offload.gradients import OffloadedGradients
 from polyreme.offload.planned import PlannedStore
-from polyreme.zero.gradient_sums import Accumulation, GradientSum, Reduced, Stored, Whole
+from polyreme.zero.gradient_sums import Accumulation, GradientSum, ReducedSum, StoredSum, WholeSum
 from polyreme.zero.residency import Residency
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -31,14 +31,14 @@ def of(accumulation: Accumulation, stage: int = 0, store: OffloadedGradients | N
 @pytest.mark.parametrize(
     ("accumulation", "store", "kind"),
     [
-        (ONE, None, Whole),
-        (ONE, STORE, Whole),
-        (SEVERAL, None, Whole),
-        (SEVERAL, STORE, Whole),
-        (EACH, None, Reduced),
-        (EACH, STORE, Reduced),
-        (STORED, STORE, Stored),
-        (STORED, None, Reduced),
+        (ONE, None, WholeSum),
+        (ONE, STORE, WholeSum),
+        (SEVERAL, None, WholeSum),
+        (SEVERAL, STORE, WholeSum),
+        (EACH, None, ReducedSum),
+        (EACH, STORE, ReducedSum),
+        (STORED, STORE, StoredSum),
+        (STORED, None, ReducedSum),
     ],
 )
 def test_each_bucket_has_one_way(
@@ -47,8 +47,8 @@ def test_each_bucket_has_one_way(
     sums = of(accumulation, store=store)
     assert type(sums) is kind and sums.store is store
     assert (sums.local, sums.reduce) == (accumulation.local, accumulation.reduce)
-    assert sums.reduces_each == (kind is not Whole) and sums.several == accumulation.several
-    assert sums.leaves == (store is not None and kind is not Reduced)
+    assert sums.reduces_each == (kind is not WholeSum) and sums.several == accumulation.several
+    assert sums.leaves == (store is not None and kind is not ReducedSum)
 
 
 def test_whole_gradients_are_reduced_where_they_are() -> None:

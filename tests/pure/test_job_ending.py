@@ -16,7 +16,7 @@ from polyreme.cli import endings
 from polyreme.config import Config, Duration
 from polyreme.distributed.environment import COMMAND
 from polyreme.errors import ConfigError, DataError, ModelError, Problem
-from polyreme.job.ended import standing
+from polyreme.job.ended import checkpoint_entries
 from polyreme.job.ending import last_words
 
 
@@ -50,7 +50,7 @@ def test_the_newest_complete_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_begun_anew_has_no_part_in_those_before_it(run: Path) -> None:
     config = written(run, resume="never")
     save(run / "step-9", 9, config)
-    before = standing(run)
+    before = checkpoint_entries(run)
     assert last_words(config, before).startswith("there is no complete checkpoint yet; this begins anew:")
     save(run / "step-4", 4, config)
     assert last_words(config, before) == (
@@ -62,7 +62,7 @@ def test_a_run_begun_anew_has_no_part_in_those_before_it(run: Path) -> None:
 def test_a_checkpoint_of_the_name_of_an_earlier_one_is_the_new_runs(run: Path) -> None:
     config = written(run, resume="never")
     save(run / "step-4", 4, config)
-    before = standing(run)
+    before = checkpoint_entries(run)
     shutil.rmtree(run / "step-4")
     save(run / "step-4", 4, config)
     assert f"checkpoint is {run}/step-4;" in last_words(config, before)
@@ -72,10 +72,10 @@ def test_a_run_from_elsewhere_goes_on_from_there_until_it_has_its_own(run: Path,
     other = save(tmp_path / "other" / "step-7", 7, written(run))
     config = written(run, resume=str(other.parent))
     save(run / "step-9", 9, config)
-    before = standing(run)
+    before = checkpoint_entries(run)
     assert f"checkpoint is {other};" in last_words(config, before)
     save(run / "step-8", 8, config, origin=str(other.parent))
-    before = standing(run)
+    before = checkpoint_entries(run)
     assert f"checkpoint is {run}/step-8;" in last_words(config, before)
 
 
@@ -93,7 +93,7 @@ def test_whatever_ends_it_says_so_but_what_never_began(run: Path, monkeypatch: p
     config = written(run)
     for error in (DataError("no"), ValueError("no"), KeyboardInterrupt()):
         begun = config_of(run / type(error).__name__, checkpoint={})
-        with pytest.raises(type(error)) as caught, endings.told(begun, speaks=True, knows=True):
+        with pytest.raises(type(error)) as caught, endings.explained(begun, speaks=True, knows=True):
             Path(begun.checkpoint.folder).mkdir(parents=True)
             log = Path(begun.checkpoint.folder, "log.jsonl")
             log.write_text('{"kind": "run"}\n{"kind": "step"}\n')
@@ -103,15 +103,15 @@ def test_whatever_ends_it_says_so_but_what_never_began(run: Path, monkeypatch: p
         ]
     (run / "log.jsonl").parent.mkdir(parents=True, exist_ok=True)
     (run / "log.jsonl").write_text('{"kind": "run"}\n{"kind": "step"}\n')  # of a run before
-    with pytest.raises(ModelError) as early, endings.told(config, speaks=True, knows=True):
+    with pytest.raises(ModelError) as early, endings.explained(config, speaks=True, knows=True):
         (run / "log.jsonl").write_text('{"kind": "run"}\n{"kind": "step"}\n{"kind": "run"}\n')
         raise ModelError("no")
     assert not hasattr(early.value, "__notes__")
     problem = ConfigError([Problem("batch.size", 0, "no", "1")])
     for ended in (problem, typer.Exit(3)):
-        with pytest.raises(type(ended)) as silent, endings.told(config, speaks=True, knows=True):
+        with pytest.raises(type(ended)) as silent, endings.explained(config, speaks=True, knows=True):
             raise ended
         assert not hasattr(silent.value, "__notes__")
-    with pytest.raises(DataError) as of_rank, endings.told(config, speaks=False, knows=False):
+    with pytest.raises(DataError) as of_rank, endings.explained(config, speaks=False, knows=False):
         raise DataError("no")
     assert not hasattr(of_rank.value, "__notes__")

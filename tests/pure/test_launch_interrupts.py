@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported ends the process without a traceback; wishes to stop are heard at once,
+"""Ctrl-C while modules are imported ends the process without a traceback; requests to stop are heard at once,
 whatever the process does."""
 
 from __future__ import annotations
@@ -130,12 +130,12 @@ def test_which_wish_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ([(0, TERM), (0.1, INT), (0.6, INT)], 2),
         ([(0, INT), (5, TERM), (6, TERM)], None),
     ):
-        wishes = signals.Wishes()
+        requests = signals.SaveRequests()
         found = None
         for at, (now[0], number) in enumerate(sent):
-            if wishes.again(number) and found is None:
+            if requests.again(number) and found is None:
                 found = at
-        assert found == ends and wishes.first == sent[0][1], sent
+        assert found == ends and requests.first == sent[0][1], sent
 
 
 def test_afterwards_the_signals_are_what_they_were(capfd: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +157,35 @@ def test_a_launcher_sees_whether_a_rank_would_save() -> None:
     with signals.listening(lambda _: None):
         assert signals.listens(os.getpid())
     assert not signals.listens(os.getpid())
+
+
+SAVED = """
+import os, signal, sys
+
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGUSR1):
+        kill(process, number)  # when the interpreter has reset all handlers
+
+sys.late = Late()
+{saves}
+sys.exit(75)
+"""
+HANDLED = "signal.signal(signal.SIGUSR1, lambda *_: None)"
+LISTENED = """
+from polyreme.launch import signals
+with signals.listening(lambda _: None):
+    signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("saves", "status"), [(HANDLED, 75), (LISTENED, 75), ("", -signal.SIGUSR1)])
+def test_a_copy_of_the_request_does_not_kill_a_rank_that_has_saved(
+    tmp_path: Path, saves: str, status: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SAVED.format(saves=saves))
+    command = [sys.executable, "-m", "polyreme.launch.rank", str(os.getpid()), "--saves", str(script)]
+    assert subprocess.run(command, check=False).returncode == status
 
 
 def test_ctrl_c_while_a_rank_ends_leaves_no_traceback(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from polyreme.errors import LaunchError
 from polyreme.launch import local
 from polyreme.launch.hosts import Place
 from polyreme.launch.local import Local
-from polyreme.launch.manner import PLAIN, Manner, RanksFailedError
+from polyreme.launch.options import PLAIN, LaunchOptions, RanksFailedError
 from polyreme.launch.signals import Heard
-from polyreme.launch.supervise import Run
+from polyreme.launch.supervise import SupervisedRun
 
 
 class Others:
@@ -49,14 +49,14 @@ class Process:
         raise TimeoutExpired("rank", timeout)
 
 
-def of_one_rank(tmp_path: Path, manner: Manner = PLAIN, others: Any = None) -> Local:
+def of_one_rank(tmp_path: Path, options: LaunchOptions = PLAIN, others: Any = None) -> Local:
     place = Place(0, 2, 0, 4, None, ("127.0.0.1", 1), "run", others)  # type: ignore[arg-type]
-    return Local([["script.py"]], manner.variables, tmp_path, lambda _: place, manner, (), None)
+    return Local([["script.py"]], options.variables, tmp_path, lambda _: place, options, (), None)
 
 
 def begun(tmp_path: Path, *given: Any) -> Local:
     ranks = of_one_rank(tmp_path, *given)
-    ranks.start(Run(ranks, (), Heard()))
+    ranks.start(SupervisedRun(ranks, (), Heard()))
     return ranks
 
 
@@ -68,7 +68,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_hosts_hear_of_ranks_that_cannot_be_started(tmp_path: Path, processes: None) -> None:
     others = Others()
     with pytest.raises(LaunchError, match="cannot be written to"):
-        begun(tmp_path, Manner(log="/dev/null/rank"), others)
+        begun(tmp_path, LaunchOptions(log="/dev/null/rank"), others)
     assert "cannot be written to" in str(others.told[0]) and others.told[1:] == ["closed"]
 
 
@@ -81,11 +81,11 @@ def test_a_rank_that_the_kernel_does_not_let_go_of_holds_nobody(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("given", "found"), [({}, "1"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "3")])
-def test_what_the_manner_says_of_nccl_counts(
+def test_what_the_launch_options_say_of_nccl_counts(
     given: dict[str, str], found: str, tmp_path: Path, processes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    (process,) = begun(tmp_path, Manner(variables=given))._processes
+    (process,) = begun(tmp_path, LaunchOptions(variables=given))._processes
     assert process.variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == found  # type: ignore[attr-defined]
 
 

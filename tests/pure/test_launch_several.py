@@ -22,7 +22,7 @@ HOSTS = {"a": 2, "b": 1}
 
 
 def test_frames_come_whole_or_not_at_all() -> None:
-    sent = [Frame(OUTPUT, 7, b"\0x\n"), frames.told(end="well"), Frame(ERRORS, 2**20, b"")]
+    sent = [Frame(OUTPUT, 7, b"\0x\n"), frames.message(end="well"), Frame(ERRORS, 2**20, b"")]
     data = b"".join(map(frames.pack, sent))
     stream = io.BytesIO(b"Welcome to a\n" + frames.MARK + data[:-1])
     assert frames.find_mark(stream) == b"Welcome to a\n"

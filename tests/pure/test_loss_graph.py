@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyreme.errors import BatchError
-from polyreme.step.loss.graph import doubt, mixes, refuse_scaled, weight_of
+from polyreme.step.loss.graph import describe_terms, has_cross_entropy, refuse_scaled, weight_of
 
 LOGITS = torch.randn(6, 4, requires_grad=True)
 LABELS = torch.tensor([0, 1, -100, 3, 2, -100])
@@ -54,12 +54,14 @@ def test_cross_entropy_tells_its_weight(loss: object, weight: float | None) -> N
 )
 def test_what_is_no_mean_over_the_weight_is_named(loss: object, weight: float, seen: str | None) -> None:
     assert callable(loss)
-    found = doubt(loss(), weight)
+    found = describe_terms(loss(), weight)
     assert found is None if seen is None else found is not None and seen in found
 
 
 def test_cross_entropy_is_found_among_others() -> None:
-    assert mixes(entropy() + LOGITS.square().sum()) and not mixes(LOGITS.square().mean())
+    assert has_cross_entropy(entropy() + LOGITS.square().sum()) and not has_cross_entropy(
+        LOGITS.square().mean()
+    )
 
 
 def test_a_loss_whose_name_begins_as_a_product_is_none() -> None:

@@ -236,7 +236,7 @@ def test_a_kernel_is_not_fetched_unless_trusted(
     with pytest.raises(ConfigError, match=said):
         engine_of(tmp_path / "model")
     with pytest.raises(ConfigError, match=said):
-        huggingface.skeleton(None, {"model_type": "llama", **SIZES, "attn_implementation": kernel})
+        huggingface.new_model(None, {"model_type": "llama", **SIZES, "attn_implementation": kernel})
     assert (
         huggingface.read_config(str(tmp_path / "model"), None, trust_remote_code=True)._attn_implementation
         == kernel

@@ -23,12 +23,11 @@ from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.optim.options import Options
 from polyreme.zero import pieces as update_module
 from polyreme.zero.bucket import Bucket, BucketMemory
-from polyreme.zero.bucket_spec import BucketSpec
+from polyreme.zero.bucket_optimizer import BucketOptimizer
+from polyreme.zero.bucket_spec import BucketSpec, Formats
 from polyreme.zero.buffer_pool import Pool
-from polyreme.zero.formats import Formats
 from polyreme.zero.gradient_sums import Accumulation
 from polyreme.zero.residency import Residency
-from polyreme.zero.sharded_optimizer import Update
 
 ELEMENTWISE = [
     "adam",
@@ -379,7 +378,7 @@ def bucket_of(
     names = [(slot.name,) for slot in layout.slots]
     spec = BucketSpec(layout, names, axis, Residency("full", "full", "shard"), formats, sums)
     parameters = [nn.Parameter(values[slot.name].clone()) for slot in layout.slots]
-    bucket = Bucket(spec, parameters, BucketMemory(Pool(axis, torch.device("cpu"))))
+    bucket = Bucket(spec, parameters, BucketMemory(Pool(axis, torch.device("cpu"), "cpu")))
     for slot in layout.slots:
         bucket.write(slot, values[slot.name])
     return bucket
@@ -392,14 +391,14 @@ def run_bucket(
     factor: float = 0.5,
     together: bool = False,
     **formats: Any,
-) -> tuple[dict[str, Tensor], Update]:
+) -> tuple[dict[str, Tensor], BucketOptimizer]:
     """Weights after updates from gradients by name, of which some are missing in some steps. `together` as on
     a GPU: a group's pieces are updated at once."""
     values = initial(steps[0])
     bucket = bucket_of(values, boundary, values["f"].dtype, **formats)
-    update = Update(bucket, made.groups)
-    assert update.one_by_one
-    update.one_by_one = not together
+    optimizer = BucketOptimizer(bucket, made.groups)
+    assert optimizer.one_by_one
+    optimizer.one_by_one = not together
     for gradients in steps:
         for index, slot in enumerate(bucket.layout.slots):
             if slot.name in gradients:
@@ -408,12 +407,12 @@ def run_bucket(
         bucket.gradients.reduce()
         bucket.gradients.finish_reduce()
         missing = {i for i, slot in enumerate(bucket.layout.slots) if slot.name not in gradients}
-        update.step(factor, [{} for _ in made.groups], missing)
+        optimizer.step(factor, [{} for _ in made.groups], missing)
         bucket.publish().wait()
         bucket.gradients.clear()
     return {
         slot.name: p.detach().clone() for slot, p in zip(bucket.layout.slots, bucket.parameters, strict=True)
-    }, update
+    }, optimizer
 
 
 def initial(like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -456,14 +455,14 @@ def test_a_parameter_without_gradient_is_left_alone(name: str) -> None:
     made = recipe(Small(), section(name=name, lr=0.1, weight_decay=0.1))
     expected = plain(made, steps)
     for boundary in ("tensor",) if name == "Adafactor" else ("element", "tensor"):
-        found, update = run_bucket(made, steps, boundary)
+        found, optimizer = run_bucket(made, steps, boundary)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         counts = {
             interval.start: float(state["step"])
-            for interval, state in update.state.by_interval()
+            for interval, state in optimizer.state.by_interval()
             if "step" in state
         }
-        slots = {slot.name: slot for slot in update.bucket.layout.slots}
+        slots = {slot.name: slot for slot in optimizer.bucket.layout.slots}
         if counts:
             assert [counts[slots[n].start] for n in "abd"] == [4, 3, 5]
 
@@ -481,17 +480,17 @@ def test_the_first_update_of_a_group_may_be_its_second_step() -> None:
 def test_pieces_of_any_size_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = gradients_of(4, torch.float32, missing=["", "", "a", ""])
     made = recipe(Small(), section(name=name, lr=0.1, weight_decay=0.1))
-    whole, update = run_bucket(made, steps, "element")
-    pieces = len(list(update.state.by_interval()))
+    whole, optimizer = run_bucket(made, steps, "element")
+    pieces = len(list(optimizer.state.by_interval()))
     for chunk in (ALIGN, 3 * ALIGN):
         monkeypatch.setattr(update_module, "CHUNK", chunk)
         monkeypatch.setattr(update_module, "IN_CACHE", chunk)
-        cut, update = run_bucket(made, steps, "element")
-        assert len(list(update.state.by_interval())) > pieces
+        cut, optimizer = run_bucket(made, steps, "element")
+        assert len(list(optimizer.state.by_interval())) > pieces
         assert all(torch.equal(cut[n], whole[n]) for n in SHAPES)
-        sizes = [interval.size * 4 for interval, _ in update.state.by_interval()]
+        sizes = [interval.size * 4 for interval, _ in optimizer.state.by_interval()]
         # two states and a step count
-        assert name != "adamw" or update.nbytes() == sum(2 * size + 4 for size in sizes)
+        assert name != "adamw" or optimizer.nbytes() == sum(2 * size + 4 for size in sizes)
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, "Adafactor"])
@@ -510,12 +509,12 @@ def test_pieces_that_are_updated_at_once_give_the_same_bits(
         apart, _ = run_bucket(made, steps, boundary)
         assert set(calls) <= {1}, "one piece at a time, if not by a kernel of ours"
         calls.clear()
-        together, update = run_bucket(made, steps, boundary, together=True)
+        together, optimizer = run_bucket(made, steps, boundary, together=True)
     finally:
         hook.remove()
     assert all(torch.equal(together[n], apart[n]) for n in SHAPES)
     assert len(calls) == 2 * len(steps) - 1, "one for each group and step, but for the vectors in the last"
-    assert update.nbytes() > 0 or name == "sgd"
+    assert optimizer.nbytes() > 0 or name == "sgd"
 
 
 def test_gradients_of_a_narrower_dtype_are_widened_before_they_are_scaled() -> None:

@@ -15,7 +15,7 @@ from polyreme.config import Config
 from polyreme.config.advice import takes_less
 from polyreme.files.machine import killed_for_memory
 from polyreme.launch import local, torchrun
-from polyreme.launch.manner import RanksFailedError
+from polyreme.launch.options import RanksFailedError
 
 ABSURD = 2**50
 

@@ -12,8 +12,8 @@ from torch import nn
 from polyreme.distributed import world
 from polyreme.errors import ModelError
 from polyreme.zero.parameter import (
+    IN_MEMORY,
     RELEASED,
-    WHOLE,
     ParameterRecords,
     Presence,
     Restriction,
@@ -21,7 +21,7 @@ from polyreme.zero.parameter import (
     record_of,
     state_of,
 )
-from polyreme.zero.released import GATHERED, AfterForward, View
+from polyreme.zero.released import GATHERED, AfterForward, ParameterView
 
 
 def parameters(count: int = 2) -> list[Any]:
@@ -50,7 +50,7 @@ def test_parameters_of_a_bucket_share_a_state() -> None:
     first, second = both = parameters()
     presence, told = Presence([(first, "first"), (second, "second")]), []
     presence.become(GATHERED, both)
-    assert type(first.t()) is View is type(second.data)
+    assert type(first.t()) is ParameterView is type(second.data)
     with pytest.raises(ModelError, match="data = writes to parameter second"):
         second.data = first
     presence.become(AfterForward(lambda: lambda: told.append(1)), both)
@@ -60,7 +60,7 @@ def test_parameters_of_a_bucket_share_a_state() -> None:
         with pytest.raises(ModelError, match="not in memory between its uses"):
             touch()
     assert first.shape == (2, 3) and "released" in f"{second}"
-    presence.become(WHOLE, both)
+    presence.become(IN_MEMORY, both)
     assert type(first) is TrainedParameter and (first + second).sum() == 12
 
 
@@ -69,7 +69,7 @@ def test_a_copy_has_no_state_of_its_own() -> None:
     Presence([(parameter, "weight")]).become(GATHERED, both)
     copied = copy.deepcopy(parameter)
     copied.data = torch.zeros(2, 3)
-    assert state_of(copied) is WHOLE and type(copied.t()) is torch.Tensor and parameter.sum() == 6
+    assert state_of(copied) is IN_MEMORY and type(copied.t()) is torch.Tensor and parameter.sum() == 6
 
 
 def test_a_restriction_leaves_classes_as_they_were() -> None:

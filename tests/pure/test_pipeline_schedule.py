@@ -19,6 +19,7 @@ from polyreme.pipeline.schedule import (
     Action,
     Name,
     Schedule,
+    arrivals,
     build,
     check,
     halves,
@@ -356,3 +357,32 @@ def test_the_next_backward() -> None:
         (0, 2),
         None,
     ]
+
+
+@given(**SHAPES)
+def test_sends_have_arrived_when_an_answer_that_was_sent_later_is_used(
+    name: Name, pp: int, microbatches: int, virtual: int
+) -> None:
+    schedule, ranks = build(name, pp, microbatches, virtual), stage_ranks(name, pp, virtual)
+    place = {(rank, action): at for rank, row in enumerate(schedule) for at, action in enumerate(row)}
+
+    def use(send: Action) -> Action:
+        end = other_end(send)
+        return Action("F" if end.op == "RA" else "B", end.stage, end.microbatch)
+
+    for rank, row in enumerate(schedule):
+        found = arrivals(schedule, rank, ranks)
+        told = [send for sends in found.values() for send in sends]
+        assert len(told) == len({*told}) and {*told} <= {a for a in row if a.op in ("SA", "SG")}
+        for needs, sends in found.items():
+            message = other_end(Action("RA" if needs.op == "F" else "RG", needs.stage, needs.microbatch))
+            other = ranks[message.stage]
+            for send in sends:
+                assert place[rank, send] < place[rank, needs]
+                assert place[other, use(send)] < place[other, message]
+        kept = most = 0
+        for action in row:
+            kept += (action.op in ("SA", "SG")) - len(found.get(action, ()))
+            most = max(most, kept)
+        if name != "gpipe":  # which sends all activations before an answer comes
+            assert most <= 2 * (2 * pp + (virtual - 1) * pp * (name == "interleaved")) + 2

@@ -23,7 +23,7 @@ from polyreme.step.precision import (
     norm_of,
     watch_nonfinite,
 )
-from polyreme.zero.bucket_gradients import squared_norm
+from polyreme.zero.bucket_gradients import squares_by_row
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
@@ -86,7 +86,9 @@ def test_norm_does_not_depend_on_shards_or_buckets(sizes: list[int], worlds: lis
                 flat = torch.zeros(layout.size)
                 for slot in layout.slots:
                     flat[slot.start : slot.stop] = tensors[int(slot.name)]
-                squares += sum(squared_norm(flat[slice(*layout.shard(rank))]).item() for rank in range(world))
+                squares += sum(
+                    squares_by_row(flat[slice(*layout.shard(rank))]).sum().item() for rank in range(world)
+                )
             norms.append(norm_of(squares, 1.0, torch.float32))
     assert len(set(norms)) == 1
     assert norms[0] == pytest.approx(math.sqrt(exact), rel=1e-6)
@@ -95,14 +97,16 @@ def test_norm_does_not_depend_on_shards_or_buckets(sizes: list[int], worlds: lis
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_of_half_precision_is_not_rounded_to_it(dtype: torch.dtype) -> None:
     flat = torch.full((2 * ALIGN,), 60000.0, dtype=dtype)  # finite, but not the norm of a row
-    assert squared_norm(flat).item() == pytest.approx(2 * ALIGN * flat[0].double().item() ** 2, rel=1e-6)
+    assert squares_by_row(flat).sum().item() == pytest.approx(
+        2 * ALIGN * flat[0].double().item() ** 2, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_norm_shows_an_overflow(bad: float) -> None:
     flat = torch.zeros(4 * ALIGN)
     flat[100] = bad
-    squares = squared_norm(flat).item()
+    squares = squares_by_row(flat).sum().item()
     assert not math.isfinite(squares) and norm_of(squares, 1.0, torch.float32) == math.inf
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.distributed import shared_memory
-from polyreme.distributed.shared_memory import NUMBERS, RING, SEGMENT, Board, Heap, Peer, heap, peer
+from polyreme.distributed.shared_memory import NUMBERS, RING, SEGMENT, Board, Heap, PeerHeap, heap, open_peer
 from polyreme.errors import TransportError
 
 pytestmark = pytest.mark.skipif(
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def opened(home: Heap) -> Peer:
-    found = Peer.open(*home.address)
+def opened(home: Heap) -> PeerHeap:
+    found = PeerHeap.open(*home.address)
     assert found is not None
     return found
 
@@ -66,7 +66,7 @@ def test_a_forked_child_gives_nothing_of_its_parents_back() -> None:
     home = Heap()
     tensor, board = home.empty(1000, torch.float64).fill_(7), Board(home, "dp", 0, 2, 1.0)
     other = Board(home, "dp", 1, 2, 1.0)
-    other.meet(0, opened(home), board.offset)
+    other.connect(0, opened(home), board.offset)
     if (child := os.fork()) == 0:
         del tensor, board
         gc.collect()
@@ -97,23 +97,23 @@ def test_freed_ranges_go_back_and_are_used_again() -> None:
 def test_a_heap_is_told_from_anything_else() -> None:
     home, impostor = Heap(), Heap()
     pid, file, token = home.address
-    assert Peer.open(pid, impostor.address[1], token) is None
-    assert Peer.open(pid, 10**6, token) is None
-    assert Peer.open(2**22 + 1, file, token) is None
+    assert PeerHeap.open(pid, impostor.address[1], token) is None
+    assert PeerHeap.open(pid, 10**6, token) is None
+    assert PeerHeap.open(2**22 + 1, file, token) is None
     reader, writer = os.pipe()
     try:
-        assert Peer.open(pid, reader, token) is None  # and it does not wait for a writer
+        assert PeerHeap.open(pid, reader, token) is None  # and it does not wait for a writer
     finally:
         os.close(reader)
         os.close(writer)
-    assert peer(pid, file, token) is peer(pid, file, token)
+    assert open_peer(pid, file, token) is open_peer(pid, file, token)
 
 
 def boards() -> tuple[Board, Board]:
     homes = Heap(), Heap()
     made = [Board(home, "dp", rank, 2, 0.3) for rank, home in enumerate(homes)]
     for rank in (0, 1):
-        made[rank].meet(1 - rank, opened(homes[1 - rank]), made[1 - rank].offset)
+        made[rank].connect(1 - rank, opened(homes[1 - rank]), made[1 - rank].offset)
     return made[0], made[1]
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from polyreme.launch.command import Command
-from polyreme.launch.manner import RanksFailedError
+from polyreme.launch.options import RanksFailedError
 from polyreme.launch.requests import ENDS, STOPPED
-from polyreme.launch.signals import WISHES
-from polyreme.launch.supervise import Run, Transport
+from polyreme.launch.signals import SAVE_SIGNALS
+from polyreme.launch.supervise import SupervisedRun, Transport
 
 TERM, INT, HUP, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
@@ -34,7 +34,7 @@ class Ranks(Transport):
         self._failing = False
         self.told: list[tuple[str, object, float]] = []
 
-    def start(self, run: Run) -> None:
+    def start(self, run: SupervisedRun) -> None:
         self._clock[0] = 0.0
 
     def look(self) -> bool:
@@ -62,7 +62,7 @@ class Ranks(Transport):
     def stopped(self) -> str:
         return "so it was"
 
-    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
+    def failure(self, save_signal: signal.Signals | None) -> RanksFailedError | None:
         return RanksFailedError("rank 1 failed", 7) if self._failing else None
 
 
@@ -100,26 +100,41 @@ def test_what_becomes_of_signals_and_failures(
     ranks = Ranks(seen, clock)
     if isinstance(outcome, str):
         with pytest.raises(RanksFailedError) as raised:
-            ranks.run(WISHES)
+            ranks.run(SAVE_SIGNALS)
         assert outcome in str(raised.value)
         number = next((each for each in signal.Signals if f"by {each.name};" in str(raised.value)), None)
         assert raised.value.exit_status == (7 if number is None else 128 + number)
     else:
-        assert ranks.run(WISHES) == outcome
+        assert ranks.run(SAVE_SIGNALS) == outcome
     closed = "close" in {what for what, _, _ in told}
     assert (ranks.told if closed else ranks.told[:-1]) == told and ranks.told[-1][0] == "close"
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_ranks_that_may_have_begun_again_are_asked_again(clock: list[float], running: bool) -> None:
+    """And nothing is ended if they run no more."""
+
+    class Requeued(Ranks):
+        restarts = True
+
+        def save(self, number: int) -> bool:
+            return super().save(number) and (running or clock[0] < 2)
+
+    ranks = Requeued([USR1, None, None, USR1, "ends"], clock)
+    assert ranks.run((TERM, USR1)) == USR1
+    assert [each[::2] for each in ranks.told] == [("save", 1), ("save", 4), ("close", 5)]
 
 
 def test_a_wish_that_nobody_can_hear_ends_the_run(clock: list[float]) -> None:
     ranks = Ranks([TERM, "ends"], clock, can_save=False)
     with pytest.raises(RanksFailedError, match="stopped by SIGTERM; so it was"):
-        ranks.run(WISHES)
+        ranks.run(SAVE_SIGNALS)
     assert [what for what, _, _ in ranks.told] == ["save", "end", "close"]
 
 
 def test_a_signal_ends_what_waits_before_ranks_begin() -> None:
     class Waits(Ranks):
-        def start(self, run: Run) -> None:
+        def start(self, run: SupervisedRun) -> None:
             with run.interruptible():
                 signal.raise_signal(INT)
             pytest.fail("it was not interrupted")
@@ -186,7 +201,7 @@ def test_a_run_that_stopped_is_to_go_on_though_the_command_has_lost_the_status(
     said = b"".join(ENDS.format(each, '""').encode() for each in told)
     words = [sys.executable, "-c", f"import os; os.write(2, {said!r})"]
     with pytest.raises(RanksFailedError, match="are to go on" if status == STOPPED else "mpirun") as raised:
-        Command("mpirun", words, {}, ranks=2, saves=True).run(WISHES)
+        Command("mpirun", words, {}, ranks=2, saves=True).run(SAVE_SIGNALS)
     assert raised.value.exit_status == status
 
 

@@ -489,7 +489,7 @@ def background(rank: int, world: int, folder: Path) -> None:
     again.load(moment)
     assert [step(again, "llama") for _ in range(2)] == losses
 
-    fill, taken, needed = writer.Writer._fill, save.Saver.taken, threading.Event()
+    fill, taken, needed = writer.Writer._fill, save.Saver.wait_until_copied, threading.Event()
 
     def late(*args: Any) -> Any:
         needed.wait(30)
@@ -499,7 +499,7 @@ def background(rank: int, world: int, folder: Path) -> None:
         needed.set()
         taken(saver)
 
-    with patch.object(writer.Writer, "_fill", late), patch.object(save.Saver, "taken", need):
+    with patch.object(writer.Writer, "_fill", late), patch.object(save.Saver, "wait_until_copied", need):
         engine.save(folder / "late", wait=False)
         step(engine, "llama")
     engine.wait()

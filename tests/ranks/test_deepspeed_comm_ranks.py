@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from polyreme.compat.deepspeed import comm as dist
-from polyreme.compat.deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+from polyreme.compat.deepspeed.comm.coalesced import reduce_scatter_coalesced
 from polyreme.compat.deepspeed.utils import groups
 from polyreme.compat.deepspeed.utils import logging as ds_logging
 from pool import Ranks
@@ -35,6 +36,8 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
     dist.all_gather_into_tensor(flat := out(2 * world), mine)
     dist.allgather_fn(again := out(2 * world), mine)
     dist.all_gather_coalesced([wide := out(2 * world), thin := out(world)], [mine, mine[:1].clone()])
+    with pytest.raises(ValueError, match="give one for each"):
+        dist.all_gather_coalesced([wide], [])
     dist.all_gather_object(everything := [None] * world, ("rank", rank))
     found["gathered"] = [torch.cat(parts).tolist(), flat.tolist(), again.tolist(), wide.tolist()]
     found["others"] = (thin.tolist(), everything)
@@ -57,13 +60,13 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
 
 def test_collectives_are_torchs(ranks: Ranks) -> None:
     first, second = ranks(2, collectives)
-    assert first["coalesced"] == [[1.5], [0, 0.5], [0]] and second["coalesced"] == [[5], [1], []]
     for found in (first, second):
         assert found["sums"] == [[3, 10], [2, 10], [3, 10], [3, 10], [3], [3, 10]]
         assert found["broadcast"] == ([2, 10], [{"rank": 1}])
         assert found["gathered"] == [[1, 0, 2, 10]] * 4
         assert found["others"] == ([1, 2], [("rank", 0), ("rank", 1)])
     assert first["reduced"] == (None, [3] * 3) and second["reduced"] == ([3, 10], [10] * 3)
+    assert first["coalesced"] == [[1.5], [0, 0.5], [0]] and second["coalesced"] == [[5], [1], []]
     assert first["exchanged"] == ([1, 2], [1, 2]) and second["exchanged"] == ([0, 10], [0, 10])
     assert first["scattered"] == [1, 0] and second["scattered"] == [2, 1]
 

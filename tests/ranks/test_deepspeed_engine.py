@@ -448,7 +448,7 @@ def held(layer: Any) -> None:
         layer.bias.all_gather([layer.bias])
         with torch.no_grad():
             layer.bias.add_(1)
-        with pytest.raises(RuntimeError, match="in-place modification"):
+        with pytest.raises(RuntimeError, match="inside of GatheredParameters would be lost"):
             layer.bias.partition()
 
 
@@ -628,7 +628,7 @@ def refusals(rank: int, world: int, folder: Path) -> None:
     assert (optimizer, loader, scheduler) == (None, None, None)
     x, y = batch(0, 0, 0)
     loss = engine(x, y)
-    with pytest.raises(OrderError, match="must provide optimizer during init in order to use backward"):
+    with pytest.raises(OrderError, match=r"backward\(\) of an engine that updates nothing"):
         engine.backward(loss)
     assert engine.zero_optimization_stage() == 0 and engine.train_batch_size() == MICRO
     assert engine.fp16_enabled() is False and engine.zero_reduce_bucket_size() > 0
@@ -932,13 +932,13 @@ def around_saving(rank: int, world: int, folder: str) -> None:
             assert torch.equal(saved["first.weight"], found["first.weight"].to(saved["first.weight"].dtype))
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, f"{folder}/one", max_shard_size=None)
         assert (Path(folder) / "one" / "pytorch_model.bin").exists()
-        with pytest.raises(ValueError, match="Unsupported output dtype 'int8'"):
+        with pytest.raises(ValueError, match="dtype='int8', as which weights are not"):
             zero_to_fp32.to_torch_tensor(found, dtype="int8")
     weight = engine.module.first.weight
     with unwrap_model_for_generation(engine) as whole:
         assert whole is engine and torch.equal(weight, found["first.weight"])
     with (
-        pytest.raises(RuntimeError, match="in-place modification"),
+        pytest.raises(RuntimeError, match="inside of GatheredParameters would be lost"),
         deepspeed.zero.GatheredParameters([weight]),
         torch.no_grad(),
     ):

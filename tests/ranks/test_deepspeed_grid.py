@@ -21,14 +21,11 @@ from pool import Ranks
 
 
 def divided(rank: int, world: int) -> dict[str, Any]:
-    """What ranks find of their grid, and make of parts."""
+    """What ranks find of their grid."""
     grid = PipelineParallelGrid(PipeDataParallelTopology(2, 1))
     layers = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1))
-    with pytest.raises(AssertionError, match="Invalid Grid"):
+    with pytest.raises(AssertionError, match="a grid of 4 ranks"):
         PipelineParallelGrid(PipeDataParallelTopology(2, 2))
-    whole = torch.arange(7.0).view(7, 1)
-    part = utils.PartitionedTensor(whole, group=dist.get_world_group())
-    again = utils.PartitionedTensor.from_meta(part.to_meta(), part.data(), dist.get_world_group(), "cpu")
     shared, mine = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     shared.grad, mine.grad = torch.tensor([3.0]), torch.tensor([4.0 * (rank + 1)])
     mine.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -38,28 +35,23 @@ def divided(rank: int, world: int) -> dict[str, Any]:
     mean = utils.clip_grad_norm_([clipped], max_norm=1.5)
     return {
         "stage": (grid.stage_id, grid.is_first_stage, grid.is_last_stage, grid.get_pipe_parallel_rank()),
-        "groups": (grid.pp_group, grid.dp_group, grid.slice_group, grid.p2p_groups, grid.pipe_groups),
+        "groups": (grid.pp_group, grid.dp_group, grid.slice_group, grid.pipe_groups),
         "sizes": (grid.get_pipe_parallel_world_size(), grid.get_data_parallel_world_size(),
                   grid.get_model_parallel_world_size(), grid.get_slice_parallel_world_size()),
         "next": grid.stage_to_global(1 - rank),
         "layers": (layers.get_tensor_model_parallel_rank(), layers.get_tensor_model_parallel_world_size(),
                    dist.get_world_size(layers.get_slice_parallel_group()), layers.slice_group),
-        "default": PipelineParallelGrid().topology().get_dim("pipe"),
-        "part": (part.data().tolist(), part.partition, part.full_size(), list(part.local_size())),
-        "whole": torch.equal(part.full(), whole) and torch.equal(again.full(), whole),
         "norm": norm,
         "clipped": (mean.item(), clipped.grad.item()),
     }  # fmt: skip
 
 
-def test_ranks_find_their_places_and_put_parts_together(ranks: Ranks) -> None:
+def test_ranks_find_their_places(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks(2, divided)):
         assert found["stage"] == (rank, rank == 0, rank == 1, rank)
-        assert found["groups"] == ([0, 1], [rank], [rank], [[0, 1], [1, 0]], [[0, 1]])
+        assert found["groups"] == ([0, 1], [rank], [rank], [[0, 1]])
         assert found["sizes"] == (2, 1, 2, 1) and found["next"] == 1 - rank
-        assert found["layers"] == (rank, 2, 2, [0, 1]) and found["default"] == 2
-        values = [[0, 1, 2, 3], [4, 5, 6]][rank]
-        assert found["part"] == (values, [0, 4, 7], [7, 1], [len(values)]) and found["whole"]
+        assert found["layers"] == (rank, 2, 2, [0, 1])
         assert found["norm"] == pytest.approx((3**2 + 4**2 + 8**2) ** 0.5)
         # the mean of 2 and 4 is the norm of both
         assert found["clipped"] == pytest.approx((3.0, (2 + 2 * rank) / 2))

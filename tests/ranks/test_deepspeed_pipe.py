@@ -192,6 +192,23 @@ def test_beside_data_parallelism_and_with_stages_in_the_middle(ranks: Ranks) -> 
             same(found, wanted)
 
 
+def resized(rank: int, world: int) -> int:
+    """Micro-batches of a step, after sizes of a batch were set."""
+    model = PipelineModule(layers(), num_stages=world, loss_fn=loss_of)
+    engine, *_ = deepspeed.initialize(model=model, config=config())
+    engine.set_train_batch_size(MICRO * ACCUMULATION)
+    for count in (1, 5):
+        with pytest.raises(UnsupportedError, match="is made for the 3 micro-batches"):
+            engine.set_train_batch_size(MICRO * count)
+    assert engine.train_batch_size() == MICRO * ACCUMULATION
+    engine.train_batch(batches(0))
+    return int(engine.micro_steps)
+
+
+def test_a_batch_of_another_size_is_refused(ranks: Ranks) -> None:
+    assert ranks(2, resized) == [ACCUMULATION] * 2
+
+
 def resumed(rank: int, world: int, stages: int, folder: Path, steps: int, goes_on: bool) -> Tensor:
     torch.manual_seed(3)
     model = PipelineModule(layers(), num_stages=stages, loss_fn=loss_of, partition_method="uniform")
@@ -267,7 +284,7 @@ def evaluated(rank: int, world: int) -> None:
     assert engine.is_pipe_parallel and engine.num_stages == 2 and engine.stage_id == rank
     assert (engine.is_first_stage(), engine.is_last_stage()) == (rank == 0, rank == 1)
     for call in (engine.forward, engine.backward, engine.step):
-        with pytest.raises(PipelineError, match="Only train_batch"):
+        with pytest.raises(PipelineError, match="call train_batch"):
             call()
 
 
@@ -292,15 +309,15 @@ def refusals(rank: int, world: int) -> None:
     assert loader is engine.training_dataloader and float(engine.train_batch()) > 0
     turned = linears(topology=ProcessTopology(["data", "pipe"], [1, 2]))
     assert deepspeed.initialize(model=turned, config=config())[0].stage_id == rank
-    with pytest.raises(OrderError, match="incompatible with pipeline"):
+    with pytest.raises(OrderError, match="a pipeline's stages add up"):
         deepspeed.initialize(model=linears(num_stages=2), config=config(zero_optimization={"stage": 2}))
     with pytest.raises(ConfigError, match="takes whole windows"):
         deepspeed.initialize(model=linears(num_stages=2), config=config(managed_gradient_accumulation=False))
-    with pytest.raises(RuntimeError, match="must divide"):
+    with pytest.raises(RuntimeError, match="cannot share 2 ranks"):
         linears(num_stages=3)
-    with pytest.raises(RuntimeError, match="must provide"):
+    with pytest.raises(RuntimeError, match="is not said"):
         linears()
-    with pytest.raises(RuntimeError, match="no valid layers"):
+    with pytest.raises(RuntimeError, match="names no layer"):
         linears(num_stages=2, partition_method="type:attention")
     with pytest.raises(UnsupportedError, match="partition_method"):
         linears(num_stages=2, partition_method="profile")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import threads
@@ -13,6 +16,7 @@ from conformance import axis_over, breaks_off, conforms
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.shared_memory import heap
 from polyreme.distributed.simulated import Simulated
+from polyreme.distributed.watch import break_off
 from polyreme.errors import TransportError
 from pool import Ranks
 
@@ -33,6 +37,32 @@ def test_a_backend_keeps_to_its_contract(ranks: Ranks, world: int, kind: str) ->
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_is_under_way_can_be_broken_off(ranks: Ranks, world: int, kind: str) -> None:
     (threads.run if kind == "threads" else ranks)(world, breaks_off, kind, kind != "process group")
+
+
+def breaks_off_after_another(rank: int, world: int) -> None:
+    """The second rank has closed its connections when the first one, which waits for the last, breaks off."""
+    axis_over("gloo direct", rank, world).barrier()
+    group = dist.new_group(backend="gloo")
+    dist.barrier(group)
+    if rank == 1:
+        break_off(group)
+    elif rank == 0:
+        with pytest.raises(RuntimeError):
+            while True:
+                dist.irecv(torch.zeros(1), group=group, group_src=1, tag=7)
+                time.sleep(0.01)
+        waiting = dist.irecv(torch.zeros(1), group=group, group_src=2, tag=8)
+        assert waiting is not None
+        break_off(group)
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            waiting.wait(timedelta(seconds=20))
+        assert time.monotonic() - start < 10
+    dist.barrier()
+
+
+def test_a_rank_breaks_off_where_another_has_before(ranks: Ranks) -> None:
+    ranks(3, breaks_off_after_another)
 
 
 def gives_to_each(rank: int, world: int, kind: str) -> None:

@@ -176,7 +176,7 @@ def skipping(rank: int, world: int) -> list[int]:
     assert {*map(id, parameters)} == {*map(id, noted)} and all(p.numel() == 0 for p in parameters)
     shares = [share_of(parameter) for parameter in parameters]
     assert all(
-        share is not None and share.part.numel() == -(-share.shape.numel() // world) for share in shares
+        share is not None and share.shard.numel() == -(-share.shape.numel() // world) for share in shares
     )
     return [len(shares)]
 

@@ -29,7 +29,8 @@ def loss_fn(output, target):
     if step == 3 and engine.mesh.dp.rank == 1:
         if sys.argv[1] == "abort":
             from mpi4py import MPI
-            MPI.COMM_WORLD.Abort(5)
+            MPI.COMM_WORLD.Abort(5)  # MPICH's may come back before its launcher kills
+            signal.pause()
         if sys.argv[1] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("no good")
@@ -42,12 +43,12 @@ while True:
 """
 FAILED = (
     r"error: rank 1 of 2 on (\S+) failed: ValueError: no good\n(?:  at \S+/tests/(?:warm|hosts).py:.*\n)*"
-    r"  at \S+script.py:22: engine.train_step.*\n"
-    r'  at \S+script.py:16: raise ValueError\("no good"\)\n'
+    r"  at \S+script.py:23: engine.train_step.*\n"
+    r'  at \S+script.py:17: raise ValueError\("no good"\)\n'
     r"traceback: (\S+) on \1\n"
 )
 HEARD = (
-    r"error: rank 0 of 2 on \S+ failed: .* because rank 1 raised ValueError: no good\n  at \S+script.py:22: "
+    r"error: rank 0 of 2 on \S+ failed: .* because rank 1 raised ValueError: no good\n  at \S+script.py:23: "
 )
 ENDED = r"error: rank 0 of 2 on \S+ (was ended by SIGTERM, as MPI does where another rank|failed: ).*\n  at "
 

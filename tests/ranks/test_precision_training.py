@@ -82,7 +82,7 @@ def by_hand(dtype: torch.dtype, accumulation: int, reduced: torch.dtype, scale: 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @pytest.mark.parametrize(("accumulation", "reduce"), [(1, "fp32"), (2, "fp32"), (1, "same")])
 def test_equals_the_same_casts_by_hand(ranks: Ranks, compute: str, accumulation: int, reduce: str) -> None:
-    """Bitwise weights; the norm is rounded once more here (see `zero.bucket.squared_norm`)."""
+    """Bitwise weights; the norm is rounded once more here (see `zero.bucket_gradients.squares_by_row`)."""
     reduce = compute if reduce == "same" else reduce
     precision = {"compute": compute, "reduce": reduce} | ({"loss_scale": SCALE} if compute == "fp16" else {})
     zeros = [{"stage": stage, "reduce_every": "step"} for stage in (0, 2, 3)]

@@ -317,11 +317,13 @@ def bad_use(rank: int, world: int) -> dict[str, str]:
     other = polyreme.initialize(nn.Linear(9, 9), training.config(world, 2), loss_fn=F.mse_loss)
     loss = F.mse_loss(other(x[:half]), y[:half])
     found["of another"] = error_of(lambda: engine.backward(loss))
+    found["of none, beside another"] = error_of(lambda: engine.backward(x.sum()))
     other.close()
     found["of one that has closed"] = error_of(lambda: engine.backward(loss))
     out = engine(x[:half])
     found["vector"] = error_of(lambda: engine.backward((out - y[:half]).square().mean(0)))
-    engine.backward(F.mse_loss(out, y[:half]))
+    engine.backward(loss := F.mse_loss(out, y[:half]))
+    found["twice"] = error_of(lambda: engine.backward(loss))
     found["half"] = error_of(engine.step)
     found["middle"] = error_of(lambda: engine.train_step((x, y)))
     engine.backward(F.mse_loss(engine(x[half:]), y[half:]))
@@ -406,11 +408,13 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
             "too small": (BatchError, "has 1 samples, but batch.size = 8 over 2 data-parallel ranks makes 4"),
             "ragged": (BatchError, "Give train_step a list of micro-batches"),
             "no tensor": (BatchError, "no tensor"),
-            "early": (OrderError, "after 0 backward() calls"),
+            "early": (OrderError, "makes 2 a step: call engine.backward(loss) of each first"),
             "no forward": (OrderError, "without a forward of the engine"),
             "of another": (OrderError, "accelerator.free_memory"),
+            "of none, beside another": (OrderError, "without a forward of the engine"),
             "of one that has closed": (OrderError, "without a forward of the engine"),
             "vector": (BatchError, "must be a scalar"),
+            "twice": (OrderError, "that still waits for it (each has one backward"),
             "half": (
                 OrderError,
                 "after 1 backward() calls, but batch.size = 8 over 2 "
@@ -425,7 +429,7 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
                 ", by which it has 4. Otherwise call step()",
             ),
             "workers": (BatchError, "no option num_workers, but batch_size, collate, drop_last"),
-            "unreduced": (BatchError, "must be a scalar tensor, but is a tensor of shape (4, 9)"),
+            "unreduced": (BatchError, "must be a scalar tensor, but is a tensor of shape (4, 9): give"),
             "no loss": (BatchError, "loss_fn"),
             "empty": (ModelError, "no parameters"),
             "frozen": (ModelError, "requires_grad"),

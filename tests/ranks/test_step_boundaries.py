@@ -220,6 +220,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         engine.backward(loss_of(engine(x), y))
     with pytest.raises(BatchError, match="is the last of its step"):
         engine.set_boundary(False)
+    counting = polyreme.initialize(network(), config(1) | {"batch": {"size": MICRO, "mean": "ranks"}})
+    counting.backward(loss_of(counting(x), y))
+    with pytest.raises(BatchError, match=r"batch\.size of one micro-batch, said .* the last of its step"):
+        counting.set_boundary(False)
     engine.zero_grad()
     engine.set_boundary(False)
     with pytest.raises(BatchError, match=r"step\(\) after 0 backward\(\) calls"):

@@ -709,7 +709,7 @@ def drift(rank: int, world: int, mesh: dict[str, Any], stage: int, name: str, ho
         try:
             engine.train_step((ids, ids))
         except ModelError as error:
-            assert name in str(error) and "have not the same numbers any more" in str(error)
+            assert name in str(error) and "has not the same numbers any more" in str(error)
             return step + 1
         if parameter is not None and how == "write" and engine.mesh.rank % 2:
             parameter.data.mul_(1.01)

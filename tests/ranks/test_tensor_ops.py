@@ -352,7 +352,7 @@ def as_whole(rank: int, world: int) -> None:
     ):
         with pytest.raises(ModelError, match="writes into logits whose vocabulary is divided"):
             write(split)
-    assert torch.equal(split.part, whole[..., start:stop])
+    assert torch.equal(split.shard, whole[..., start:stop])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -984,3 +984,31 @@ def set_by_hand(rank: int, size: int, stage: int, scale: float) -> None:
 @pytest.mark.parametrize(("stage", "scale"), [(0, 0.0), (2, 8.0)])
 def test_gradients_that_a_script_sets_are_those_of_a_step(ranks: Ranks, stage: int, scale: float) -> None:
     ranks(2, set_by_hand, stage, scale)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_loop_adds_nothing_to_a_train_step_that_failed(stage: int, first: bool) -> None:
+    """first: before it had any gradients, to which nothing can add."""
+    x, failing = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)), [True]
+
+    def loss_fn(output: Tensor, batch: Tensor) -> Tensor:
+        if failing[0] and torch.equal(batch, x[:2] if first else x[2:]):
+            raise ValueError("of a micro-batch")
+        return F.mse_loss(output, batch)
+
+    engine = polyreme.initialize(
+        nn.Linear(9, 9), {"batch": {"size": 4, "micro": 2}, "zero": {"stage": stage}}, loss_fn=loss_fn
+    )
+    with pytest.raises(ValueError, match="of a micro-batch"):
+        engine.train_step((x, x))
+    failing[0] = False
+    if not first:
+        with pytest.raises(OrderError, match="ended in an error"):
+            engine.backward(F.mse_loss(engine(x[:2]), x[:2]))
+        engine.zero_grad()
+    whole = engine.eval_step((x, x)).loss
+    for part in (x[:2], x[2:]):
+        engine.backward(F.mse_loss(engine(part), part))
+    result = engine.step()
+    assert result.samples == 4 and result.loss == pytest.approx(whole)

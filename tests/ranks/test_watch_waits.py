@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import polyreme
 from polyreme.distributed.mesh import Mesh, everyone
-from polyreme.distributed.watch import ASIDE, Meeting, Watch
+from polyreme.distributed.watch import BACKGROUND, Watch, WatchedGroup
 from polyreme.distributed.world import current
 from polyreme.errors import PolyremeError, TransportError
 from pool import Ranks
@@ -213,26 +213,26 @@ def test_ranks_that_wait_in_a_circle_are_named(ranks: Ranks) -> None:
 def beside(rank: int, world: int) -> float:
     """The sum where rank 1 waits for rank 0, whose saving thread waits for rank 1, and which comes after both
     have looked some times."""
-    dp, aside = Mesh.open({"dp": 2}).dp, everyone()
-    told, total = [_told(each) for each in range(2)], torch.ones(1)
+    dp, control = Mesh.open({"dp": 2}).dp, everyone()
+    before, total = [_reports(each) for each in range(2)], torch.ones(1)
     dp.barrier()
     with watched(0.05, 0.02):
         if rank == 0:
-            saving = threading.Thread(target=aside.barrier, name=ASIDE)
+            saving = threading.Thread(target=control.barrier, name=BACKGROUND)
             saving.start()
-            while any(_told(each) < told[each] + 6 for each in range(2)):
+            while any(_reports(each) < before[each] + 6 for each in range(2)):
                 time.sleep(0.01)
         dp.all_reduce(total).settle()
         if rank == 0:
             saving.join()
         else:
-            aside.barrier()
+            control.barrier()
     return total.item()
 
 
-def _told(rank: int) -> int:
+def _reports(rank: int) -> int:
     store = current().of(Watch)._store
-    return int(json.loads(store.get(f"at/{rank}"))["told"]) if store.check([f"at/{rank}"]) else 0
+    return int(json.loads(store.get(f"at/{rank}"))["report"]) if store.check([f"at/{rank}"]) else 0
 
 
 def test_a_thread_that_saves_is_in_no_circle(ranks: Ranks) -> None:
@@ -240,19 +240,19 @@ def test_a_thread_that_saves_is_in_no_circle(ranks: Ranks) -> None:
 
 
 def left_over(rank: int, world: int) -> int:
-    """How many of the meetings that were there before the process group was left are still told of."""
+    """How many of the watched groups that were there before the process group was left are still reported."""
     kept = polyreme.initialize(Branches(), BATCH, loss_fn=nn.functional.mse_loss)
-    before = list(current().of(Watch).meetings)
+    before = list(current().of(Watch).groups)
     current().close()
     assert kept is not None
-    return len(set(before) & set(current().of(Watch).meetings)) - (not before)
+    return len(set(before) & set(current().of(Watch).groups)) - (not before)
 
 
-def test_no_meeting_outlives_its_process_group(ranks: Ranks) -> None:
+def test_no_watched_group_outlives_its_process_group(ranks: Ranks) -> None:
     assert ranks(2, left_over) == [0, 0]
 
 
-class Gone(Meeting):
+class Gone(WatchedGroup):
     """Ranks whose process group was destroyed while a wait for them was looked at."""
 
     def __init__(self, looks: threading.Semaphore) -> None:

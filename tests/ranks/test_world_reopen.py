@@ -21,7 +21,7 @@ from test_world import NOTHING, left
 from torch import nn
 
 import polyreme
-from polyreme.distributed import meeting
+from polyreme.distributed import rendezvous
 from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.process_group import close, reopen
 from polyreme.distributed.world import current
@@ -85,7 +85,7 @@ def files() -> Counter[str]:
 def nothing_left(before: Counter[str]) -> None:
     close()
     assert left() == NOTHING
-    meeting._stores.clear()  # which outlives worlds
+    rendezvous._stores.clear()  # which outlives worlds
     opened = files() - before
     assert opened in (Counter(), Counter(pipe=2)), opened  # the store's library has one pipe for a process
 

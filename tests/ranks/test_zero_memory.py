@@ -25,7 +25,7 @@ import training
 from cover import ALL, some
 from polyreme.distributed.shared_memory import heap
 from polyreme.distributed.work import Work
-from polyreme.zero.bucket_memory import staying
+from polyreme.zero.bucket_memory import resident_bytes
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -204,7 +204,9 @@ def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[s
     single = max(slot.size * b.formats.compute.itemsize for b in buckets for slot in b.layout.slots)
     return {
         "pool": sum(count * size * dtype.itemsize for (size, dtype), count in most.items()),
-        "pool said": said["gradients"] - single - sum(staying(b)[1] - b.gradients.unreduced for b in buckets),
+        "pool said": said["gradients"]
+        - single
+        - sum(resident_bytes(b)[1] - b.gradients.unreduced for b in buckets),
         "tiers": int(sum(tier["memory"] for tier in engine.tiers().values())),
         "tiers said": said["tiers"],
     }

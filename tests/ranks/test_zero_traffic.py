@@ -17,10 +17,10 @@ from polyreme.layout.bucket_layout import ALIGN
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2}
-TOTALS = 16 * 8
+TOTALS = 15 * 8
 """The one small all-reduce of a step, in bytes: squared norm, loss, weight, parameters without gradient,
 tokens, the loss's divisor, whether to stop, whether a checkpoint failed, whether weights were written to
-from outside, and what tells whether options are alike."""
+from outside, whether copies differ, and what tells whether options are alike."""
 
 
 def measure(rank: int, world: int, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:

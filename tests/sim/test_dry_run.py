@@ -36,7 +36,7 @@ TIERS: dict[str, dict[str, Any]] = {
 def foreseen(rank: int, model: nn.Module, config: Config) -> dict[str, Any]:
     placed = place(model, run_settings(config, torch.device("cpu")), rank)
     works = working_set(placed.placement, config.zero.prefetch)
-    works["states"] += placed.updates.nbytes
+    works["states"] += placed.sharded_optimizer.nbytes
     return {"memory": placed.memory, "working set": works}
 
 

@@ -15,7 +15,7 @@ from polyreme.config import Config
 from polyreme.distributed.mesh import SimulatedMesh
 from polyreme.models import huggingface
 from polyreme.optim.groups import Group, Recipe, recipe
-from polyreme.placement.buckets import specify
+from polyreme.placement.buckets import bucket_specs
 from polyreme.placement.dividing import cut, divide
 from polyreme.step.settings import pipeline_rank, placement_settings
 from polyreme.zero.bucket_spec import BucketSpec
@@ -68,7 +68,7 @@ def specs_of(model: nn.Module, config: Config, rank: int) -> dict[tuple[str, ...
     division = divide(model, partition, pipeline, settings, mesh)
     if partition is not None:
         blocks = list(partition.blocks_of(model, pipeline.mine))
-    return specify(model, blocks, made, settings, mesh.loss, division)
+    return bucket_specs(model, blocks, made, settings, mesh.loss, division)
 
 
 def meta_model() -> nn.Module:
@@ -158,7 +158,7 @@ def test_a_model_without_an_optimizer_has_its_place() -> None:
     alone = Recipe((Group(nn.Identity, "element"),), dict.fromkeys(names, 0), left_out=frozenset(names))
     settings = placement_settings(config, CPU)
     division = divide(model, None, pipeline_rank(config, mesh), settings, mesh)
-    specs = specify(model, ["blocks.0", "blocks.1"], alone, settings, mesh.loss, division)
+    specs = bucket_specs(model, ["blocks.0", "blocks.1"], alone, settings, mesh.loss, division)
     assert not any(spec.trainable for each in specs.values() for spec in each)
     assert sum(spec.layout.used for each in specs.values() for spec in each) == sum(
         p.numel() for p in model.parameters()

@@ -6,6 +6,7 @@ import math
 import resource
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import models
 import polyreme
 import threads
 from polyreme.config import Config
+from polyreme.errors import ConfigError, ModelError, TransportError
 from polyreme.simulation import META, simulated
 from polyreme.step.step import StepResult
 
@@ -63,6 +65,34 @@ def steps(rank: int, sizes: dict[str, int], stage: int) -> tuple[list[tuple[floa
     return [(result.loss, result.grad_norm) for result in results], traffic
 
 
+def test_what_cannot_be_simulated_is_refused() -> None:
+    config = config_of({"dp": 4})
+    for model, given, rank, kind, words in (
+        (large, {"batch": {"size": 4}}, 0, ConfigError, r"call resolve\(world_size\)"),
+        (large, config, 4, TransportError, "no rank 4 of 4: they are 0 to 3"),
+        (large, config, -1, TransportError, "no rank -1 of 4"),
+        (nn.Linear(2, 2), config, 0, ModelError, "a function that builds it"),
+    ):
+        with pytest.raises(kind, match=words), simulated(model, given, rank):  # type: ignore[arg-type]
+            pass
+
+
+@pytest.mark.filterwarnings("ignore:all 4 data-parallel ranks")
+def test_a_simulated_rank_is_refreshed_and_has_no_whole_model(tmp_path: Path) -> None:
+    batch = torch.randn(2, 8), torch.randn(2, 4)
+    with simulated(
+        lambda: nn.Linear(8, 4), config_of({"dp": 4}), 1, loss_fn=nn.functional.mse_loss
+    ) as engine:
+        for _ in range(2):
+            engine.refresh()
+            engine.train_step(batch)
+        with pytest.raises(ModelError, match=r"engine.save on a simulated rank: .*: save from a run"):
+            engine.save(tmp_path / "run")
+        with pytest.raises(ModelError, match=r"load_state_dict on a simulated rank: .* engine.load\(path\)"):
+            engine.load_state_dict({})
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.filterwarnings("ignore:all 4 data-parallel ranks")
 def test_simulated_ranks_have_the_numbers_of_real_ones() -> None:
     """What one rank tells for all, a simulated one tells in its place: gradients are weighted on each. The
@@ -106,6 +136,7 @@ CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
     "tp": ({"dp": 2, "tp": 2}, 1, {"zero": {"stage": 3}}),
     "sequence": ({"dp": 4, "tp": 8}, 2, {"zero": {"stage": 2}, "mesh": {"sequence_parallel": True}}),
     "host": ({"dp": 4}, 2, {"zero": {"stage": 3}, "memory": HOST, "precision": {"compute": "bf16"}}),
+    "8 bits": ({"dp": 4}, 1, {"optimizer": {"states": "8bit"}}),
     "host, 8 bits": ({"dp": 4}, 1, {"memory": {"states": "host"}, "optimizer": {"states": "8bit"}}),
     "muon": ({"dp": 4}, 1, {"zero": {"stage": 2}, "optimizer": {"name": "muon"}}),
 }

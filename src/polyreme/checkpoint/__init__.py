@@ -1,1 +1,1 @@
-"""Checkpoints are Hugging Face directories."""
+"""Checkpoints: reads, writes and verifies them, as Hugging Face directories."""

@@ -1,11 +1,11 @@
-"""The CRC-32 of a file from the checksums of its parts, in any order, by whoever has them. Pure.
+"""Combines the CRC-32 of a file from the checksums of its chunks, in any order. Pure.
 
 A CRC is linear: but for a constant that depends on the size alone, the checksum of a file is the XOR, over
-its parts, of the checksum of that part followed by as many zero bytes as come behind it in the file: the
-part's contribution. So ranks that write or read different parts of one file XOR what they have, and nobody
-needs to see the whole.
+its chunks, of the checksum of that chunk followed by as many zero bytes as come behind it in the file: the
+chunk's contribution. So ranks that write or read different chunks of one file XOR their contributions, and
+none needs to see the whole.
 
-Invariant: `total(size, contributions of parts that partition a file of that size)` is `zlib.crc32` of the
+Invariant: `total(size, contributions of chunks that partition a file of that size)` is `zlib.crc32` of the
 file. Polynomials over GF(2) are integers whose highest bit is x^0, as in zlib; a state is one of degree below
 32."""
 
@@ -20,20 +20,20 @@ except ImportError:  # it has no wheels for this platform
     from zlib import crc32
 
 POLYNOMIAL = 0xEDB88320  # x^32 + x^26 + ... + 1, without the x^32
-ALL = 0xFFFFFFFF  # zlib begins with this state, and inverts the last one
+ALL = 0xFFFFFFFF  # zlib begins with this state, and inverts the final one
 
 Data = bytes | bytearray | memoryview
 
 
 def linear(data: Data, before: int = 0) -> int:
-    """The state after `data`, from the state `before` (0: nothing, or only zeros, before it), without zlib's
-    inversions."""
+    """Return the state after `data`, from the state `before` (0: no bytes, or only zeros, came before),
+    without zlib's inversions."""
     return crc32(data, before ^ ALL) ^ ALL
 
 
 def shift(state: int, nbytes: int) -> int:
-    """The state after another `nbytes` zero bytes: `state` times x^(8 nbytes). Takes microseconds, whatever
-    their number."""
+    """Return the state after `nbytes` more zero bytes: `state` times x^(8 nbytes). Takes microseconds for any
+    number."""
     bit = 0
     while nbytes:
         if nbytes & 1:
@@ -45,18 +45,18 @@ def shift(state: int, nbytes: int) -> int:
 
 
 def zeros(nbytes: int) -> int:
-    """`zlib.crc32` of that many zero bytes, without making them."""
+    """Return `zlib.crc32` of `nbytes` zero bytes, without making them."""
     return shift(ALL, nbytes) ^ ALL
 
 
 def contribution(data: Data, behind: int) -> int:
-    """What `data` adds to the checksum of a file in which `behind` bytes come after it."""
+    """Return the contribution of `data` to the checksum of a file in which `behind` bytes come after it."""
     return shift(linear(data), behind)
 
 
 def total(size: int, contributions: Iterable[int]) -> int:
-    """`zlib.crc32` of a file of `size` bytes, of parts that partition it (what no part covers counts as
-    zeros)."""
+    """Return `zlib.crc32` of a file of `size` bytes from the contributions of chunks that do not overlap;
+    bytes that no chunk covers count as zeros."""
     value = zeros(size)
     for each in contributions:
         value ^= each
@@ -64,6 +64,7 @@ def total(size: int, contributions: Iterable[int]) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials, modulo POLYNOMIAL."""
     product = 0
     while a:
         if a & 0x80000000:
@@ -81,8 +82,8 @@ def _power(bit: int) -> int:
 
 @cache
 def _doubling(bit: int) -> list[list[int]]:
-    """`shift` by 2^bit bytes: the product of a state with x^(8 * 2^bit), which is the XOR of four look-ups,
-    one for each byte of the state."""
+    """Tables for `shift` by 2^bit bytes: the product of a state with x^(8 * 2^bit) is the XOR of four
+    look-ups, one for each byte of the state."""
     power, tables = _power(bit), []
     for byte in range(4):
         table = [0]

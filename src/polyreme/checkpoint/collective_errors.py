@@ -1,5 +1,5 @@
-"""What ranks do together, so that a failure on one of them is an error on all. Communication: one exchange of
-reports."""
+"""Runs work on all ranks, so that a failure on one of them is an error on all. Communication: one gather of
+the ranks' reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyreme.errors import CheckpointError
 
 
 def reason(error: Exception) -> str:
-    """What an error says, with its kind where it is not one of ours."""
+    """The message of an error, with its type before it where it is not a CheckpointError."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
@@ -21,8 +21,8 @@ def collectively(
     work: Callable[[], Any],
     why: Callable[[int, Exception], str] = lambda rank, error: reason(error),
 ) -> list[Any]:
-    """What `work` returned on every rank (JSON can hold it). Where it failed on any, CheckpointError on all,
-    as `why` says it of that rank and its error."""
+    """Run `work` on every rank. Returns the results of all ranks, which JSON must be able to hold. Raises
+    CheckpointError on all ranks if it failed on one; `why` makes the message from that rank and its error."""
     result, failure = None, None
     try:
         result = work()

@@ -1,6 +1,6 @@
-"""Copy on write: memory that is written to a disk while its owner goes on computing, until the owner wants to
-change it: then what is not yet written is copied at once, as far as there is room, and the owner waits for
-the rest. So where the disk is fast enough, nothing is copied, and no memory taken. No communication."""
+"""Copy on write: memory is written to a disk while its owner goes on computing. When the owner wants to
+change it, the bytes that are not written yet are copied at once, as far as there is room, and the owner waits
+for the rest. Where the disk is fast enough, nothing is copied, and no memory is taken. No communication."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from polyreme.files.direct_io import HUGE_PAGE, aligned
 from polyreme.files.memory_pool import MemoryPool
 
 BLOCK = HUGE_PAGE
-"""Bytes of memory for one job. Larger ones would not be faster, and pages of less are slower for the disk
-(docs/LOG.md)."""
+"""Bytes of memory for one job: a huge page. Larger jobs would not be faster, and the disk is slower with
+smaller pages (bench/LOG.md)."""
 
 
 Work = Callable[[], None]
 
 
 class BackgroundAccess:
-    """What others may read until the owner takes it back."""
+    """Permission to read the owner's memory in the background, until the owner takes it back."""
 
     def __init__(self) -> None:
         self._wanted, self._returned = threading.Event(), threading.Event()
 
     def take_back(self) -> None:
-        """The owner: return when all was read."""
+        """Ask for the memory, and wait until it is read (by the owner)."""
         self._wanted.set()
         self._returned.wait()
 
     def give_back(self) -> None:
-        """The borrower: all was read, or is not needed any more."""
+        """Say that the memory is not read any more (by the borrower)."""
         self._returned.set()
         self._wanted.set()
 
     def wait(self) -> None:
-        """The borrower: return when it is wanted, or was given back."""
+        """Wait until the owner asks for the memory, or it was given back (by the borrower)."""
         self._wanted.wait()
 
 
 class Job(NamedTuple):
-    """pack: copies `nbytes` bytes (whole pages, at most BLOCK) from where they are lent into the memory, and
-    returns them or a part of them. put: writes them."""
+    """A piece to write. nbytes: memory that it needs, in whole pages, at most BLOCK. pack: copies the owner's
+    bytes into that memory, and returns them as a view of it. put: writes that view."""
 
     nbytes: int
     pack: Callable[[Tensor], Tensor]
@@ -57,9 +57,9 @@ class Job(NamedTuple):
 
 
 class JobQueue:
-    """Performs jobs in order, some at a time: some threads pack, others do nothing but write, so that the
-    disk never waits for a copy. They share `buffers` blocks of memory; once the owner wants its memory, at
-    most `room` bytes of new memory, too."""
+    """Performs jobs in order, several at a time: some threads pack, others only write, so that the disk never
+    waits for a copy. They share `buffers` blocks of memory, and up to `room` bytes more once the owner wants
+    its memory."""
 
     def __init__(
         self,
@@ -73,19 +73,18 @@ class JobQueue:
         self._blocks = MemoryPool()
         self._blocks.add(aligned(buffers * BLOCK), BLOCK)
         self._packed: SimpleQueue[tuple[Job, Tensor, Tensor] | None] = SimpleQueue()
-        """None: there will be no more."""
+        """(job, packed view, its block); None is the last."""
         self._left, self._counting, self._room = len(self._waiting), threading.Lock(), room
 
     def perform(self, packers: int, writers: int, beside: Work | None = None) -> None:
-        """Perform all jobs with so many threads. beside: what the calling thread does meanwhile. Raises what
-        that, or one of the jobs, raised; those that were not begun are dropped then."""
+        """Perform all jobs with so many threads. beside: called by this thread meanwhile. Raises the error of
+        `beside` or of a job, and drops the jobs that were not begun then."""
         if not self._left:
             self._end()
         with ThreadPoolExecutor(packers + writers + 1) as pool:
             watching = pool.submit(self._watch)
             try:
-                # those that write first: they wait at once, while one that packs would hold up the start of
-                # the others
+                # writers first: they wait at once, while a packer would hold up the start of the others
                 threads = [
                     pool.submit(self._guarded, work)
                     for work in (*[self._write] * writers, *[self._pack] * packers)
@@ -111,12 +110,13 @@ class JobQueue:
             raise
 
     def _end(self) -> None:
-        """All is packed, or nothing more will be: let nobody wait for anything."""
+        """Release everyone who waits: all jobs are packed, or no more will be."""
         self._access.give_back()
         self._blocks.give(torch.empty(1, dtype=torch.uint8).expand(BLOCK))  # nobody writes to it any more
         self._packed.put(None)
 
     def _watch(self) -> None:
+        """Add blocks for the remaining jobs once the owner wants its memory."""
         self._access.wait()
         blocks = min(self._room // BLOCK, len(self._waiting))
         self._blocks.add(aligned(blocks * BLOCK), BLOCK)

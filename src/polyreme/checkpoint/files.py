@@ -1,5 +1,5 @@
-"""Reading of files that may be damaged or made to harm: whatever is wrong with one is a CheckpointError that
-names it. No communication."""
+"""Reads files that may be damaged or made to harm: every problem is a CheckpointError that names the file. No
+communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_NAME = 255
 
 
 def damaged(file: Path, what: str) -> CheckpointError:
-    """The error that `file` is not what it must be."""
+    """Return the error that `file` is damaged, for the reason `what`."""
     return CheckpointError(
         f"{file} is damaged: {what}. Copy it again from where it was whole, or use an earlier checkpoint"
     )
@@ -28,7 +28,7 @@ def damaged(file: Path, what: str) -> CheckpointError:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """What the system says against reading `file` is a CheckpointError."""
+    """Turn an OSError, raised inside while `file` is read, into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -36,19 +36,18 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def is_plain(name: object) -> bool:
-    """Whether `name` is that of a file within a folder on any system: parts between slashes, without `..`,
-    drives, control characters."""
+    """Whether `name` is a relative path that stays within its folder on any system: with slashes, and without
+    `..`, drives and control characters."""
     if not isinstance(name, str) or "\\" in name or ":" in name or not name.isprintable():
         return False
-    return all(part not in ("", ".", "..") for part in name.split("/"))
+    return all(each not in ("", ".", "..") for each in name.split("/"))
 
 
 def locate(folder: Path, name: str) -> tuple[Path, int]:
-    """The regular file `name` (see `is_plain`) of `folder`, and its bytes.
+    """Return the path of the regular file `name` (see `is_plain`) in `folder`, and its size in bytes.
 
-    Raises CheckpointError where there is none, and where a link leads out of the folder; but those of the
-    Hugging Face cache, whose folders `snapshots/*` are links to the files of `blobs` beside them, are
-    followed."""
+    Raises CheckpointError where there is none, and where a link leads out of the folder; but links of the
+    Hugging Face cache, from its folders `snapshots/*` to the files of `blobs`, are followed."""
     file = folder / name
     with reading(file):
         status = file.stat()
@@ -65,15 +64,15 @@ def locate(folder: Path, name: str) -> tuple[Path, int]:
 
 
 def fill(file: Path, memory: memoryview, offset: int) -> None:
-    """Read the bytes of `file` from `offset` on into the whole of `memory`; CheckpointError where there are
+    """Fill `memory` with the bytes of `file` from `offset` on. Raises CheckpointError where there are
     fewer."""
     for _ in chunks(file, offset, offset + len(memory), memory):
         pass
 
 
 def chunks(file: Path, start: int, stop: int, memory: memoryview) -> Iterator[memoryview]:
-    """The bytes [start, stop) of `file`, one part of `memory` after the other. CheckpointError where there
-    are fewer."""
+    """Yield the bytes [start, stop) of `file` piece by piece, each read into `memory`. Raises CheckpointError
+    where there are fewer."""
     with reading(file), file.open("rb", buffering=0) as opened:
         opened.seek(start)
         while start < stop:
@@ -89,8 +88,8 @@ def chunks(file: Path, start: int, stop: int, memory: memoryview) -> Iterator[me
 
 
 def read_name(file: Path) -> str:
-    """The name of an entry of the same folder that a text file holds and nothing else. Raises CheckpointError
-    where that is too long for one."""
+    """Return the text of a file that holds the name of an entry of its folder and nothing else. Raises
+    CheckpointError where that is too long for a name."""
     with reading(file), file.open("rb") as opened:
         text = opened.read(4 * LONGEST_NAME).decode(errors="replace").strip()
     if len(text.encode()) > LONGEST_NAME:
@@ -102,7 +101,8 @@ def read_name(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that the JSON file holds."""
+    """Read the object that a JSON file holds. Raises CheckpointError as `parse_json` does, and above
+    JSON_LIMIT."""
     with reading(file):
         size = file.stat().st_size
     if size > JSON_LIMIT:
@@ -113,8 +113,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | bytearray, file: Path) -> dict[str, Any]:
-    """The object that `text`, from `file`, holds. CheckpointError where a key comes twice, too: parsers
-    differ in which counts."""
+    """Return the object that `text`, from `file`, holds. Raises CheckpointError where it is not valid, and
+    where a key comes twice: parsers differ in which one counts."""
     try:
         value = json.loads(text.decode(), object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint of any format: facts, to be shown to people and programs. No communication."""
+"""Lists the contents of a checkpoint of any format, to be shown to people and programs. No communication."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.run_directory import RunDirectory
+from polyreme.checkpoint.safetensors import nbytes
 from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
 from polyreme.errors import CheckpointError
 
-SHARE = 1 << 28  # bytes checked between two signs of progress
+SHARE = 1 << 28  # bytes compared with their checksums between two reports of progress
 
 
 @dataclass(frozen=True)
-class Kind:
-    """All tensors of a kind: how many, their elements, their bytes, their dtypes as torch names them."""
+class KindSummary:
+    """The tensors of one kind: their number, elements, bytes, and dtypes as torch names them, the dtype with
+    the most bytes first."""
 
     name: str
     tensors: int
@@ -35,7 +37,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor: its shape and dtype by kind; and the name of another one that it is the same as."""
+    """A tensor: its shape and dtype by kind; and, for an alias, the name of the tensor that it is."""
 
     name: str
     kinds: Mapping[str, TensorInfo]
@@ -44,13 +46,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Listing:
-    """mesh: the sizes of the axes of the ranks that wrote it. state: how far training had come. others: names
-    that are there and not read.
-    checksums: how many there are; None if none was compared. problem: what the comparison found."""
+    """The contents of a checkpoint.
+
+    mesh: the size of each axis of the ranks that wrote it. state: how far training had come. others: keys
+    that are not read. checksums: how many were compared. problem: the files that differ from what was
+    written, in words; None if there are none."""
 
     path: Path
     format: str
-    kinds: Sequence[Kind]
+    kinds: Sequence[KindSummary]
     tensors: Sequence[Row]
     mesh: Mapping[str, int] = field(default_factory=dict)
     zero_stage: int | None = None
@@ -61,7 +65,7 @@ class Listing:
     problem: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The same as JSON can hold it."""
+        """Return the listing as an object that JSON can hold."""
 
         def dtype(info: TensorInfo) -> str:
             return str(info.dtype).removeprefix("torch.")
@@ -91,11 +95,11 @@ class Listing:
 
 
 def listing(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Listing:
-    """What is in the checkpoint at `path`, or of the newest in the run's folder `path`. All of its bytes
-    are compared with their checksums.
+    """List the checkpoint at `path`, or the newest in the run's folder `path`, and compare all of its bytes
+    with their checksums.
 
-    shares: of a number of equal shares of that work, the numbers from 0 on, in the order in which they are
-    done. Raises CheckpointError for what cannot be opened."""
+    shares: iterates over that many equal shares of the comparison, so that the caller can show progress.
+    Raises CheckpointError where there is none that can be opened."""
     source = open_source(RunDirectory(path).newest() or path if path.is_dir() else path)
     checksums, problem = _check(source, shares)
     aliases: Mapping[str, str] = getattr(source, "aliases", {})
@@ -109,7 +113,7 @@ def listing(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Listi
     return Listing(
         path=source.path,
         kinds=[
-            _kind(kind, [info for name, info in source.tensors[kind].items() if name not in aliases])
+            _summary(kind, [info for name, info in source.tensors[kind].items() if name not in aliases])
             for kind in order
         ],
         tensors=[Row(name, kinds, aliases.get(name)) for name, kinds in by_name.items()],
@@ -151,13 +155,13 @@ def _of_format(source: Source) -> dict[str, Any]:
 
 
 def _check(source: Source, shares: Callable[[int], Iterable[int]]) -> tuple[int, str | None]:
-    """How many checksums there are, and what is wrong."""
-    count = max(1, sum(_bytes(info) for infos in source.tensors.values() for info in infos.values()) // SHARE)
+    """Return the number of checksums, and what they show to be wrong."""
+    count = max(1, sum(nbytes(info) for infos in source.tensors.values() for info in infos.values()) // SHARE)
     combined: list[int] = []
     try:
         for share in shares(count):
-            part = source.contributions(share, count)
-            combined = list(map(xor, combined, part)) if combined else part
+            found = source.contributions(share, count)
+            combined = list(map(xor, combined, found)) if combined else found
         if combined:
             source.compare(combined)
     except CheckpointError as error:
@@ -165,13 +169,9 @@ def _check(source: Source, shares: Callable[[int], Iterable[int]]) -> tuple[int,
     return len(combined), None
 
 
-def _kind(name: str, infos: Sequence[TensorInfo]) -> Kind:
+def _summary(name: str, infos: Sequence[TensorInfo]) -> KindSummary:
     dtypes: dict[torch.dtype, int] = {}
     for info in infos:
-        dtypes[info.dtype] = dtypes.get(info.dtype, 0) + _bytes(info)
+        dtypes[info.dtype] = dtypes.get(info.dtype, 0) + nbytes(info)
     names = [str(dtype).removeprefix("torch.") for dtype in sorted(dtypes, key=lambda dtype: -dtypes[dtype])]
-    return Kind(name, len(infos), sum(prod(info.shape) for info in infos), sum(dtypes.values()), names)
-
-
-def _bytes(info: TensorInfo) -> int:
-    return prod(info.shape) * info.dtype.itemsize
+    return KindSummary(name, len(infos), sum(prod(info.shape) for info in infos), sum(dtypes.values()), names)

@@ -1,9 +1,9 @@
 """Loads a checkpoint of any layout and format into this rank's shards: only the ranges that it needs,
 straight to their place.
 
-Invariant: all that can be known to be wrong is known, on every rank, before any number of the model changes.
-Communication: what each rank needs, and read of the files' checksums; what each lacks; nothing while the
-model is filled."""
+Invariant: every error that can be found is raised, on every rank, before any number of the model changes.
+Communication: the ranges that each rank needs; the files' checksums; the names that each rank does not find;
+nothing while the model is filled."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from polyreme.models.huggingface import base_prefix, file_names
 BLOCK = 1 << 20  # elements
 THREADS = 2
 SPARSE = 8
-"""Runs that are this many times shorter than the distance between them are read one by one, others with what
-lies between them."""
+"""Runs whose distance is this many times their length, or more, are read one by one; others together with the
+elements between them."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of this rank's: all its names, and the shape of the whole."""
+    """A tensor that this rank has elements of: all its names, and the shape of the whole."""
 
     names: Sequence[str]
     shape: tuple[int, ...]
@@ -43,9 +43,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Match:
-    """name_of: by the first name of each tensor of this rank that the checkpoint has, its name there.
-    missing, unexpected, unlike: over all ranks, what the checkpoint lacks, has besides, or has in another
-    shape, each with the reason."""
+    """The tensors of a model beside those of a checkpoint.
+
+    name_of: the name in the checkpoint, by the first name of each tensor of this rank that it has. Over all
+    ranks, missing: names that only the model has; unexpected: that only the checkpoint has; unlike: in both,
+    with both shapes, where these differ."""
 
     name_of: Mapping[str, str]
     missing: Sequence[str]
@@ -57,18 +59,21 @@ class Match:
         return not (self.missing or self.unexpected or self.unlike)
 
     def __str__(self) -> str:
-        kinds = ("not in the checkpoint", "in the checkpoint, not in the model", "of another shape")
-        parts = zip((self.missing, self.unexpected, self.unlike), kinds, strict=True)
-        return "; ".join(f"{len(names)} {what}: {named(names)}" for names, what in parts if names)
+        problems = {
+            "not in the checkpoint": self.missing,
+            "in the checkpoint, not in the model": self.unexpected,
+            "of another shape": self.unlike,
+        }
+        return "; ".join(f"{len(names)} {what}: {named(names)}" for what, names in problems.items() if names)
 
 
 def verify(source: Source, needed: Iterable[Need], axis: Axis) -> Source:
-    """Compare all bytes with the checksums, each rank a part of them. Returns the source, which has in memory
-    what it could keep of what is needed. Raises CheckpointError on every rank."""
+    """Compare all bytes with their checksums, each rank a share of them. Returns the source, which keeps in
+    memory as much of `needed` as has room. Raises CheckpointError on every rank where any bytes differ."""
     if isinstance(source, Directory):
         return preload(source, needed, axis) if source.resume else source
-    parts = collectively(axis, lambda: source.contributions(axis.rank, axis.size))
-    collectively(axis, lambda: source.compare([combine(each) for each in zip(*parts, strict=True)]))
+    found = collectively(axis, lambda: source.contributions(axis.rank, axis.size))
+    collectively(axis, lambda: source.compare([combine(each) for each in zip(*found, strict=True)]))
     return source
 
 
@@ -82,10 +87,10 @@ def needs(
     targets: Mapping[str, Tensor],
     at: int,
 ) -> Iterator[Need]:
-    """What of a tensor of the source, of all its kinds, those will read who have the elements [start, stop)
-    of the flattened part that tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has
-    a shape of its own: all of it. targets: by kind, flat memory that gets those elements from its element
-    `at` on."""
+    """List, for `verify`, the elements that will be read of a tensor of the source, of all its kinds, for the
+    elements [start, stop) of the flattened slice that tensor-parallel rank `rank` has of it. Of a state with
+    another shape than the tensor's: all of it. targets: by kind, flat memory that gets those elements from
+    its element `at` on."""
     own = strided_ranges(cut, rank, start, stop)
     for kind, tensors in source.tensors.items():
         if name not in tensors or (kind == MODEL and name in source.tensors.get(MASTER, {})):
@@ -108,8 +113,8 @@ def needs(
 def match(
     source: Source, wanted: Iterable[Wanted], renamed: Mapping[str, str], prefix: str, axis: Axis
 ) -> Match:
-    """Which of the source's tensors are this rank's, by name. renamed: other names of some. prefix: what a
-    model with a head has before the names of one without."""
+    """Match the source's tensors with this rank's by name. All ranks must call. renamed: other names of some
+    tensors. prefix: the prefix by which names in a model with a head differ from those without."""
     found = _weights(source)
     wanted = [Wanted(_with(renamed, tensor.names), tensor.shape) for tensor in wanted]
     name_of: dict[str, str] = {}
@@ -128,13 +133,13 @@ def match(
     known |= _prefixed(known, prefix)
     reports: list[Any] = axis.gather_objects([missing, unlike, sorted(known & found.keys())])
     everywhere = {name for report in reports for name in report[2]}
-    told = [list(dict.fromkeys(name for report in reports for name in report[i])) for i in range(2)]
-    return Match(name_of, told[0], [name for name in found if name not in everywhere], told[1])
+    of_all = [list(dict.fromkeys(name for report in reports for name in report[i])) for i in range(2)]
+    return Match(name_of, of_all[0], [name for name in found if name not in everywhere], of_all[1])
 
 
 def lacks(source: Source, model: nn.Module) -> list[str]:
-    """Parameters and persistent buffers of a whole model that the source does not have, or not in this shape.
-    No communication."""
+    """Return the names of parameters and persistent buffers of an undivided model that the source does not
+    have, or has in another shape. No communication."""
     found, names_of, tensors = _weights(source), dict[int, list[str]](), model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -148,8 +153,8 @@ def lacks(source: Source, model: nn.Module) -> list[str]:
 
 
 def unused(source: Source, model: nn.Module) -> list[str]:
-    """Tensors of the source that a whole model has under no name, not even as a buffer that is not saved. No
-    communication."""
+    """Return the names of the source's tensors that an undivided model does not know, not even as a buffer
+    that is not saved. No communication."""
     tensors = model.state_dict(keep_vars=True)
     known = {*tensors, *(name for name, _ in model.named_buffers(remove_duplicate=False))}
     known |= {*file_names(model, {name: tensor.shape for name, tensor in tensors.items()}).values()}
@@ -158,7 +163,7 @@ def unused(source: Source, model: nn.Module) -> list[str]:
 
 
 def _prefixed(names: Collection[str], prefix: str) -> set[str]:
-    """The names with and without what a model with a head has before those of one without."""
+    """Each of the names both with the prefix and without it."""
     return {name.removeprefix(prefix) for name in names if prefix} | {prefix + name for name in names}
 
 
@@ -171,12 +176,12 @@ def _weights(source: Source) -> Mapping[str, TensorInfo]:
 
 
 def _all(source: Source, name: str) -> list[TensorInfo]:
-    """The weights of that name, of both kinds."""
+    """The weights of that name: those of the computation, and the master copy."""
     return [source.tensors[kind][name] for kind in (MODEL, MASTER) if name in source.tensors.get(kind, {})]
 
 
 def _name(found: Mapping[str, TensorInfo], names: Sequence[str], prefix: str) -> str | None:
-    """The name, with or without `prefix`, that the source has a tensor under."""
+    """The name under which the source has the tensor, with or without `prefix`; None if it has none."""
     others = (
         [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name for name in names]
         if prefix
@@ -186,12 +191,12 @@ def _name(found: Mapping[str, TensorInfo], names: Sequence[str], prefix: str) ->
 
 
 def fill(source: Source, regions: Iterable[tuple[str, str, Region]]) -> None:
-    """Read (kind, name in the source) into each region's memory, in its dtype."""
+    """Read into the memory of each (kind, name in the source, region), in the region's dtype."""
     complete = source.complete if isinstance(source, Preloaded) else ()
-    left = [each for each in regions if each[:2] not in complete]
     blocks = [
         (kind, name, region, block)
-        for kind, name, region in left
+        for kind, name, region in regions
+        if (kind, name) not in complete
         for strided in region.strided_ranges()
         for block in _blocks(strided)
     ]
@@ -205,7 +210,7 @@ def fill(source: Source, regions: Iterable[tuple[str, str, Region]]) -> None:
 
 
 def _blocks(strided: StridedRange) -> Iterable[StridedRange]:
-    """Pieces of which each, with what lies between its runs, is at most BLOCK elements."""
+    """Cut into pieces of at most BLOCK elements, those between the runs counted."""
     if strided.count == 1:
         return strided.blocks(BLOCK)
     return strided.blocks(max(BLOCK * strided.size // strided.whole_step, 1))
@@ -225,22 +230,22 @@ def _read(source: Source, kind: str, name: str, region: Region, strided: Strided
 
 
 def _is_sparse(strided: StridedRange) -> bool:
-    """Whether several are read one by one."""
+    """Whether the runs are so far apart that they are read one by one."""
     return strided.whole_step >= SPARSE * strided.size
 
 
 def _stop(strided: StridedRange) -> int:
-    """Where the last one ends in the whole tensor."""
+    """The element of the whole tensor at which the last run ends."""
     return strided.whole + (strided.count - 1) * strided.whole_step + strided.size
 
 
 def fill_buffer(source: Source, name: str, buffer: Tensor) -> None:
-    """Read a whole tensor."""
+    """Read the tensor `name` into a buffer."""
     buffer.data.copy_(source.read(MODEL, name, 0, buffer.numel()).view(buffer.shape))
 
 
 def listed(shapes: Mapping[str, Sequence[int]]) -> str:
-    """States by name, with their shapes."""
+    """List states with their shapes, for a message."""
     return ", ".join(f"{kind} {_shape(shape)}" for kind, shape in sorted(shapes.items())) or "none"
 
 

@@ -1,6 +1,6 @@
-"""`resume.json`: what a checkpoint holds besides tensors, and the size and CRC-32 of each of its files.
+"""`resume.json`: the state of training besides tensors, and the size and CRC-32 of each file of a checkpoint.
 
-Invariant: `read` returns what `dump` was given, or raises; its names of files stay within the folder. No
+Invariant: `read` returns what `dump` was given, or raises; paths of files stay within the folder. No
 communication."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMAT, VERSION = "polyreme", 1
 
 
 class File(NamedTuple):
-    """A file as it was written: its bytes, and their CRC-32."""
+    """The size in bytes and the CRC-32 of a file as it was written."""
 
     size: int
     crc32: int
@@ -30,30 +30,30 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Resume:
-    """All but `files` and `zero_stage` are mappings of whatever JSON holds (NaN and infinities included),
-    with keys that are strings."""
+    """The content of resume.json. All but `files` and `zero_stage` are mappings from strings to whatever JSON
+    can hold (NaN and infinities included)."""
 
     files: Mapping[str, File] = field(default_factory=dict)
     """Every file but resume.json itself, by path within the folder, with slashes."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """Steps, samples, tokens, learning rate, loss scale."""
+    """The engine's counts and options: steps, samples, tokens, learning rate, loss scale (see KINDS)."""
     mesh: Mapping[str, Any] = field(default_factory=dict)
     """The size of each axis."""
     zero_stage: int = 0
     rng: Mapping[str, Any] = field(default_factory=dict)
-    """The states of the ranks' random numbers."""
+    """The states of the random-number generators, by rank."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The place in the training data."""
+    """The position in the training data."""
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
-    """Versions of Polyreme, torch and what else wrote the checkpoint."""
+    """Versions of Polyreme, torch and the other packages that wrote the checkpoint."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The caller's own."""
+    """The user's own, given to `save`."""
 
 
 def dump(resume: Resume) -> bytes:
-    """The text of the file. Raises CheckpointError for what JSON cannot hold, and for names of files that
-    would not be read again."""
+    """Return the text of resume.json. Raises CheckpointError for values that JSON cannot hold, and for any
+    that `read` would refuse."""
     tree: dict[str, Any] = {"format": FORMAT, "version": VERSION} | {
         each.name: getattr(resume, each.name) for each in fields(Resume)
     }
@@ -71,13 +71,13 @@ def dump(resume: Resume) -> bytes:
 
 
 def write(folder: Path, resume: Resume) -> None:
-    """Write it into the folder; it is not synced."""
+    """Write resume.json into the folder, without flushing it to the disk."""
     (folder / NAME).write_bytes(dump(resume))
 
 
 def read(folder: Path) -> Resume | None:
-    """What the folder's resume.json says; None where there is none. Raises CheckpointError for one that is
-    damaged, or too new."""
+    """Read the folder's resume.json; None where there is none. Raises CheckpointError for one that is
+    damaged, or of a newer version."""
     file = folder / NAME
     with reading(folder):
         if NAME not in (entry.name for entry in folder.iterdir()):
@@ -95,9 +95,9 @@ def read(folder: Path) -> Resume | None:
             f"its format is {tree.get('format')!r:.200}, version "
             f"{version!r:.200}, not {FORMAT!r}, version {VERSION}",
         )
-    said = tree.pop("self", None)
-    if said != _checksum(tree):
-        raise damaged(file, f"its own checksum is {_checksum(tree)}, and it says {said!r:.200}")
+    expected = tree.pop("self", None)
+    if expected != _checksum(tree):
+        raise damaged(file, f"its own checksum is {_checksum(tree)}, and it says {expected!r:.200}")
     wrong = _wrong(tree)
     if wrong:
         raise damaged(file, wrong)
@@ -111,7 +111,7 @@ def _checksum(tree: Mapping[str, Any]) -> str:
 
 
 def _wrong(tree: Mapping[str, Any]) -> str | None:
-    """What keeps the content from being a Resume."""
+    """Say what keeps the content of a file from being a Resume; None if nothing does."""
     for each in fields(Resume):
         kind = int if each.name == "zero_stage" else dict
         if type(tree.get(each.name)) is not kind:
@@ -136,19 +136,19 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 }
 """The types of the entries of `state`, which the engine reads."""
 NEEDED = ("step", "samples", "tokens", "good_steps", "loss_scale", "hint", "options")
-"""Those without which nothing can go on."""
+"""The entries of `state` without which training cannot go on."""
 
 
 def lacking(folder: Path, resume: Resume) -> CheckpointError | None:
-    """Why nothing can go on from what the folder's resume.json says; None where all is there that is
-    needed."""
+    """Return the error that the folder's resume.json lacks entries which training needs to go on; None if it
+    has them."""
     if missing := [key for key in NEEDED if key not in resume.state]:
         return damaged(folder / NAME, f"its 'state' has no {', '.join(map(repr, missing))}")
     return None
 
 
 def _wrong_within(tree: Mapping[str, Any]) -> str | None:
-    """The same of what is in the mappings that the engine reads."""
+    """Say what is wrong within the mappings that the engine reads; None if nothing is."""
     for key, value in tree["state"].items():
         if key in KINDS and (
             type(value) not in KINDS[key] or (type(value) is not dict and not 0 <= value < inf)

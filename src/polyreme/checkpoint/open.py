@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any format that is read. No communication."""
+"""Opens a checkpoint of any supported format. No communication."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from polyreme.errors import CheckpointError, named
 
 
 def open_source(path: str | Path) -> Source:
-    """The checkpoint in the folder `path`: one of ours, of DeepSpeed, of torch.distributed.checkpoint or of
-    Hugging Face.
+    """Open the checkpoint in the folder `path`: one of ours, of DeepSpeed, of torch.distributed.checkpoint or
+    of Hugging Face.
 
-    Of several in one folder, as Hugging Face's trainer leaves them, it is the first of these, as weights
-    alone would lose the optimizer's states. Raises CheckpointError where there is none, or for what is wrong
-    with it."""
+    Of several in one folder, as Hugging Face's trainer leaves them, the first in this order is opened:
+    weights alone would lose the optimizer's states. Raises CheckpointError where there is none or it is
+    damaged."""
     path = Path(path)
     with reading(path):
         if not path.is_dir():
@@ -38,6 +38,11 @@ def open_source(path: str | Path) -> Source:
         return DCPCheckpoint(path)
     if any(name.startswith(("model.safetensors", "pytorch_model")) for name in names):
         return Directory(path)
+    if inside := sorted(name for name in names if (path / name / RESUME).is_file()):
+        raise CheckpointError(
+            f"{path} is no checkpoint, but has {named(inside)}: give the path of one. Of a folder of "
+            "checkpoints the newest is found of those that are called step-N"
+        )
     raise CheckpointError(
         f"{path} has no checkpoint that can be read. It would have a "
         f"{RESUME} (Polyreme), model.safetensors or its index (Hugging Face), "

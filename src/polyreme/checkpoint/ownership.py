@@ -1,8 +1,9 @@
-"""Ownership of directories: what on a disk is ours, and may be replaced or deleted. Nothing else ever is.
+"""Ownership of directories: which are checkpoints of ours, and may be replaced or deleted. No others ever
+are.
 
 A checkpoint carries `resume.json`, which names each of its files; one that is being written carries
-UNFINISHED, from before its first file until resume.json is there. Whoever deletes one deletes these last, so
-that what is left of it, whenever the process ends, is still ours. No communication."""
+UNFINISHED, from before its first file until resume.json is there. These two are deleted last, so that a
+directory is still known as ours whenever the process that deletes it ends. No communication."""
 
 from __future__ import annotations
 
@@ -15,15 +16,14 @@ from polyreme.checkpoint import manifest
 from polyreme.errors import CheckpointError, named
 
 UNFINISHED = "polyreme.unfinished"
-"""The file in a checkpoint that is being written; a `Claim`, which tells whether its writer
-lives."""
+"""The file that marks a checkpoint as being written: a `Claim`, which tells whether its writer lives."""
 STEP = re.compile(r"step-[0-9]+")
 """The name of a checkpoint in a run's folder."""
 
 
 def why_not(path: Path) -> str | None:
-    """Why the directory `path` is not ours to delete; None where it is, as a whole, or empty, or not there at
-    all."""
+    """Say why the directory `path` is not ours to delete. None where all of it is ours, or it is empty, or
+    there is none."""
     if not os.path.lexists(path):
         return None
     if path.is_symlink():
@@ -59,8 +59,7 @@ def carries_manifest(path: Path) -> bool:
 
 
 def check(path: Path) -> None:
-    """Raises CheckpointError where a checkpoint cannot be written to `path` without replacing what is not
-    ours."""
+    """Raise CheckpointError where a checkpoint written to `path` would replace files that are not ours."""
     if path.name in ("", ".."):
         raise CheckpointError(f"{str(path)!r} is a folder that is there, not a "
                               "name for a checkpoint: give one in it, such as "
@@ -75,7 +74,7 @@ def check(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete the directory, if it is there. Raises CheckpointError, and deletes nothing, where it is not
+    """Delete the directory, if there is one. Raises CheckpointError, and deletes nothing, where it is not
     ours."""
     if not os.path.lexists(path):
         return
@@ -86,7 +85,7 @@ def remove(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Delete all that is in the directory, which is ours, but what shows that."""
+    """Delete the contents of a directory of ours, but the files that mark it as ours."""
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -1,12 +1,12 @@
-"""Verifies a checkpoint while it is read: all bytes once, compared with their checksums; those that this rank
-needs are kept in host memory.
+"""Verifies a checkpoint while it is read: compares all bytes with their checksums, and keeps in host memory
+those that this rank needs.
 
-Invariants: each byte is read for the comparison by exactly one rank; what is kept is what was compared; and
-no rank keeps more than its share of half of the memory that is available (the rest is read again when it is
-needed). Blocks are read into a little memory that is used again, and copied from there while the processor's
-cache has them: memory that is mapped anew, in huge pages, may first have to be given by the host, which costs
-more than the disk (docs/LOG.md). What the page cache has goes straight to its place.
-Communication: what each rank needs; what each read of the files' checksums.
+Invariants: each byte is read for the comparison by exactly one rank; the bytes that are kept are those that
+were compared; and no rank keeps more than its share of half of the memory that is available (the rest is read
+again when it is needed). Blocks are read into a little memory that is used again, and copied from there while
+they are in the processor's cache: newly mapped huge pages can cost more than the disk (bench/LOG.md). Blocks
+in the page cache go straight to their place.
+Communication: the ranges that each rank needs; its contribution to the files' checksums.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from polyreme.layout.intervals import Interval, ceil_div, chunks, overlap, round
 from polyreme.offload.host import report_memory, share
 
 BLOCK = HUGE_PAGE
-"""Bytes that are read at once, at most."""
+"""Most bytes of one read."""
 THREADS = 3
-"""Each reads into one block of memory, compares and copies. More memory would not stay in the processor's
-cache, in which a virtual disk, too, is faster (docs/LOG.md)."""
+"""Threads that read, compare and copy, each with one block of memory. More memory would not stay in the
+processor's cache, and even a virtual disk is faster there (bench/LOG.md)."""
 LARGEST = 16
-"""Bytes of the largest number."""
+"""Bytes of the largest number's dtype."""
 SHARE = 1 << 26
-"""Bytes. What several ranks need, or none, is divided among them in parts of at most as many."""
+"""Most bytes that go to one rank at once of a range that several ranks need, or none."""
 
 Range = tuple[int, int, int]
 """Bytes of a checkpoint: the number of the file, from where, to where."""
 
 
 class FileRange(NamedTuple):
-    """Bytes of a file for one rank to read. `wanted`: it needs them; `others`: so do others."""
+    """Bytes [begin, end) of a file for one rank to read. wanted: this rank needs them; else no rank does.
+    others: other ranks need them, too."""
 
     file: int
     begin: int
@@ -59,8 +60,8 @@ class FileRange(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The elements [start, stop) of a tensor; there may be none. `into`: flat memory of the tensor's dtype
-    that gets them from its element `at` on, if that is known: it is not in use."""
+    """The elements [start, stop) of a tensor, perhaps none, that a rank will read. into: flat memory of the
+    tensor's dtype, not in use yet, that gets them from its element `at` on; None where that is not known."""
 
     kind: str
     name: str
@@ -71,32 +72,32 @@ class Need(NamedTuple):
 
 
 class PreloadedRange(NamedTuple):
-    """Bytes of a file that are in memory, and where."""
+    """A range of a file, and the memory with its bytes."""
 
     range: Range
     memory: Tensor
 
 
 class Preloaded:
-    """A checkpoint of which a part is in memory: a `Source`."""
+    """A checkpoint with some of its ranges in memory: a `Source`."""
 
     def __init__(self, source: Directory, ranges: Sequence[PreloadedRange]) -> None:
         self._source, self.ranges, self._begins = source, ranges, [cached.range[:2] for cached in ranges]
         self.complete: Collection[tuple[str, str]] = frozenset()
-        """Kinds and names of tensors of which all that this rank needs is in the memory that was named for
-        it."""
+        """(kind, name) of the tensors of which this rank needs nothing more: all is in its `Need.into`."""
         self.path: Path = source.path
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = source.tensors
         self.resume = source.resume
+        self.contributions, self.compare = source.contributions, source.compare
 
     def overlapping(self, file: int, begin: int, end: int) -> Sequence[PreloadedRange]:
-        """The ranges that have any of these bytes, and perhaps one that has none."""
+        """Return the ranges that have any of these bytes, and perhaps one before that has none."""
         return self.ranges[
             max(bisect_right(self._begins, (file, begin)) - 1, 0) : bisect_left(self._begins, (file, end))
         ]
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """See `Source`. What is kept is not copied."""
+        """See `Source`. Returns a view where the bytes are in memory."""
         number, begin, end = self._source.locate(kind, name, start, stop)
         i = bisect_right(self._begins, (number, begin)) - 1
         if i >= 0:
@@ -105,18 +106,11 @@ class Preloaded:
                 return memory[begin - low : end - low].view(self.tensors[kind][name].dtype)
         return self._source.read(kind, name, start, stop)
 
-    def contributions(self, part: int, parts: int) -> list[int]:
-        """See `Source`."""
-        return self._source.contributions(part, parts)
-
-    def compare(self, contributions: Sequence[int]) -> None:
-        """See `Source`."""
-        self._source.compare(contributions)
-
 
 def preload(source: Directory, needed: Iterable[Need], axis: Axis) -> Preloaded:
-    """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on
-    every rank where anything is not as it was written; what was named `into` may be read then, or not."""
+    """Read all bytes with all ranks, and compare them with their checksums. needed: what this rank will read.
+    Raises CheckpointError on every rank where a file differs from what was written; memory named as `into`
+    may have changed then."""
     mine: list[tuple[Range, Need]] = []
 
     def report() -> dict[str, Any]:
@@ -125,15 +119,15 @@ def preload(source: Directory, needed: Iterable[Need], axis: Axis) -> Preloaded:
 
     reports = collectively(axis, report)
     ranges = [[tuple(each_range) for each_range in each["needed"]] for each in reports]
-    parts = divide([file.size for file in source.files], ranges)[axis.rank]
-    preloaded = Preloaded(source, _assign(parts, sorted(mine, key=lambda each: each[0]), share(reports)))
+    own = divide([file.size for file in source.files], ranges)[axis.rank]
+    preloaded = Preloaded(source, _assign(own, sorted(mine, key=lambda each: each[0]), share(reports)))
     if _nbytes(cached.range for cached in preloaded.ranges) == _nbytes(
         needed_range for needed_range, _ in mine
     ):
         preloaded.complete = {need[:2] for _, need in mine} - {
             need[:2] for _, need in mine if need.into is None
         }
-    source.compare(_combined(collectively(axis, lambda: _read_parts(source, parts, preloaded))))
+    source.compare(_combined(collectively(axis, lambda: _read_ranges(source, own, preloaded))))
     return preloaded
 
 
@@ -142,21 +136,21 @@ def _nbytes(ranges: Iterable[Range]) -> int:
 
 
 def _combined(contributions: Sequence[Sequence[int]]) -> list[int]:
-    """The contributions of all ranks to each file, combined."""
+    """Combine the contributions of all ranks, file by file."""
     return [combine(each) for each in zip(*contributions, strict=True)]
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """The same bytes, in order, in as few ranges as can be."""
+    """Return the same bytes in order, in the fewest ranges."""
     of_file: dict[int, list[tuple[int, int]]] = {}
     for file, begin, end in ranges:
         of_file.setdefault(file, []).append((begin, end))
-    return [(file, *part) for file, parts in sorted(of_file.items()) for part in union(parts)]
+    return [(file, *each) for file, found in sorted(of_file.items()) for each in union(found)]
 
 
 def divide(sizes: Sequence[int], needed: Sequence[Sequence[Range]]) -> list[list[FileRange]]:
-    """Which rank reads which bytes of files of these sizes, every byte by one: by one that needs it, if any
-    does. needed: of each rank, `joined`."""
+    """Divide the bytes of files of these sizes among the ranks, so that each byte is read by one rank, one
+    that needs it if any does. needed: the `joined` ranges of each rank. Returns the ranges of each rank."""
     bytes_of = [0] * len(needed)
     found: list[list[FileRange]] = [[] for _ in needed]
     events: list[dict[int, list[int]]] = [{} for _ in sizes]
@@ -173,39 +167,39 @@ def divide(sizes: Sequence[int], needed: Sequence[Sequence[Range]]) -> list[list
                 rank = min(wanting or range(len(needed)), key=lambda rank: (bytes_of[rank], rank))
                 bytes_of[rank] += stop - at
                 found[rank].append(FileRange(file, at, stop, bool(wanting), len(wanting) > 1))
-    return [_merged(parts) for parts in found]
+    return [_merged(ranges) for ranges in found]
 
 
-def _merged(parts: Sequence[FileRange]) -> list[FileRange]:
-    """The same parts, with those that lie end to end and are alike joined."""
+def _merged(ranges: Sequence[FileRange]) -> list[FileRange]:
+    """Join neighbours that lie end to end in a file and are needed alike."""
     found: list[FileRange] = []
-    for part in parts:
+    for each in ranges:
         before = found[-1] if found else None
         if (
             before is not None
-            and before.end == part.begin
-            and (before.file, *before[3:]) == (part.file, *part[3:])
+            and before.end == each.begin
+            and (before.file, *before[3:]) == (each.file, *each[3:])
         ):
-            found[-1] = before._replace(end=part.end)
+            found[-1] = before._replace(end=each.end)
         else:
-            found.append(part)
+            found.append(each)
     return found
 
 
 def _assign(
-    parts: Sequence[FileRange], needed: Sequence[tuple[Range, Need]], room: int
+    ranges: Sequence[FileRange], needed: Sequence[tuple[Range, Need]], room: int
 ) -> list[PreloadedRange]:
-    """Which bytes of the parts to keep, and where: those that are needed (in order), each once, and at
-    most `room`."""
+    """Choose which bytes of this rank's `ranges` to keep, and their memory: those that it needs (`needed` is
+    in order), each once, and at most `room` bytes."""
     found: list[PreloadedRange] = []
     first, last = 0, (0, 0)
-    for part in parts:
-        while first < len(needed) and (needed[first][0][0], needed[first][0][2]) <= part[:2]:
+    for each in ranges:
+        while first < len(needed) and (needed[first][0][0], needed[first][0][2]) <= each[:2]:
             first += 1
         for (file, begin, end), need in islice(needed, first, None):
-            if (file, begin) >= (part.file, part.end):
+            if (file, begin) >= (each.file, each.end):
                 break
-            low, high = overlap(Interval(begin, end), Interval(part.begin, part.end))
+            low, high = overlap(Interval(begin, end), Interval(each.begin, each.end))
             if last <= (file, low) < (file, high) and high - low <= room:
                 found.append(PreloadedRange((file, low, high), _memory(need, low - begin, high - begin)))
                 room -= high - low
@@ -214,7 +208,7 @@ def _assign(
 
 
 def _memory(need: Need, low: int, high: int) -> Tensor:
-    """Memory for the bytes [low, high) of what is needed."""
+    """The memory for the bytes [low, high) of a need: in `into` where that is known, else new."""
     if need.into is not None:
         base = need.at * need.into.itemsize
         return need.into.view(torch.uint8)[base + low : base + high]
@@ -222,19 +216,19 @@ def _memory(need: Need, low: int, high: int) -> Tensor:
     return torch.empty(skip + high - low, dtype=torch.uint8)[skip:]
 
 
-def _blocks(part: FileRange) -> Iterator[FileRange]:
-    """The same bytes in pieces, each with its pages at most BLOCK, cut where pages begin."""
-    size = part.end - part.begin
+def _blocks(whole: FileRange) -> Iterator[FileRange]:
+    """Cut a range where pages begin, into blocks whose pages are at most BLOCK bytes."""
+    size = whole.end - whole.begin
     count = ceil_div(size, BLOCK - 2 * ALIGNMENT)
-    cuts = [round_down(part.begin + size * i // count, ALIGNMENT) for i in range(1, count)]
-    for begin, end in pairwise([part.begin, *cuts, part.end]):
-        yield part._replace(begin=begin, end=end)
+    cuts = [round_down(whole.begin + size * i // count, ALIGNMENT) for i in range(1, count)]
+    for begin, end in pairwise([whole.begin, *cuts, whole.end]):
+        yield whole._replace(begin=begin, end=end)
 
 
-def _read_parts(source: Directory, parts: Iterable[FileRange], preloaded: Preloaded) -> list[int]:
-    """Read the parts, in order, and fill what is `preloaded` of them. Returns what they add to the checksum
-    of each file."""
-    blocks = deque(block for part in parts for block in _blocks(part))
+def _read_ranges(source: Directory, ranges: Iterable[FileRange], preloaded: Preloaded) -> list[int]:
+    """Read the ranges, in order, and fill the memory of `preloaded`. Returns their contribution to the
+    checksum of each file."""
+    blocks = deque(block for each in ranges for block in _blocks(each))
 
     def work(memory: Tensor) -> list[int]:
         found, opened = [0] * len(source.files), -1
@@ -258,8 +252,8 @@ def _read_parts(source: Directory, parts: Iterable[FileRange], preloaded: Preloa
 
 
 def _read(source: Directory, file: DirectFile, block: FileRange, memory: Tensor, preloaded: Preloaded) -> int:
-    """Read a block into the memory, and copy what is kept of it; or, where all of it is in the page cache and
-    goes to one place, read it there. Returns what it adds to the checksum."""
+    """Read a block into `memory`, and copy the bytes that are kept to their place; or read it straight there,
+    where all of it is in the page cache and has one place. Returns its contribution to the checksum."""
     number, begin, end = block[:3]
     ranges = [cached for cached in preloaded.overlapping(number, begin, end) if cached.range[0] == number]
     is_cached = file.is_cached(*cover(begin, end))
@@ -276,5 +270,5 @@ def _read(source: Directory, file: DirectFile, block: FileRange, memory: Tensor,
 
 
 def _memory_of(cached: PreloadedRange, start: int, stop: int) -> Tensor:
-    """The memory of the bytes [start, stop) of the range's file."""
+    """The memory of the bytes [start, stop) of the file, which the range covers."""
     return cached.memory[start - cached.range[1] : stop - cached.range[1]]

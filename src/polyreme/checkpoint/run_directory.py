@@ -1,4 +1,4 @@
-"""The directory of a run: its checkpoints `step-N`, which is the newest, and which may go.
+"""The directory of a run: its checkpoints `step-N`, which of them is the newest, and which may be deleted.
 
 Invariants: a directory named `step-N` is complete, because it got that name when all of it was written; the
 newest one, the newest whose files are all there and the best are never deleted, and nothing that is not ours
@@ -23,23 +23,23 @@ from polyreme.files.direct_io import no_links
 from polyreme.files.folder_lock import holder
 
 LATEST = "latest"
-"""The file with the name of the newest checkpoint: for people and other programs. What is here counts, so it
-may be old or missing."""
+"""The file with the name of the newest checkpoint, for people and other programs. We go by the folders
+themselves, so it may be old or missing."""
 LINK = "latest-checkpoint"
-"""The link to the newest checkpoint, which other programs open as it is. Where the file system has no links
-there is none."""
+"""The link to the newest checkpoint, which other programs can open like the folder itself. None on a file
+system without symbolic links."""
 BEST = "best-checkpoint"
-"""The link to the one with the lowest validation loss, likewise, where a run keeps that."""
+"""The link to the checkpoint with the lowest validation loss, where a run keeps that; like LINK."""
 EARLIER = ".earlier"
-"""Ends the names of checkpoints that a new run in the same folder will replace: kept until it has one of its
-own."""
+"""The ending of the names of checkpoints that a new run in the same folder will replace; they are kept until
+it has one of its own."""
 RUN_CLAIM = "polyreme.run"
 """The file by which a live run has the folder to itself (see `Claim`)."""
 DAMAGED = ".damaged"
-"""Ends the names of checkpoints that could not be read, and were passed over."""
+"""The ending of the names of checkpoints that could not be read, and were passed over."""
 
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems say that have no symbolic links."""
+"""The errors of file systems without symbolic links."""
 HERE, EXCHANGE = -100, 2
 """Linux's constants: paths begin at the working directory; `renameat2` exchanges them."""
 
@@ -58,11 +58,13 @@ class RunDirectory:
         return next(reversed(self.saved()), None)
 
     def candidates(self) -> list[Path]:
-        """What a run may go on from, newest first: what was set aside, too, while there is nothing else."""
+        """The checkpoints that a run may resume from, newest first; those set aside only if there are no
+        others."""
         return list(reversed(self.saved() or sorted(self._named(EARLIER), key=step_of)))
 
     def point(self, checkpoint: Path) -> None:
-        """Let `latest` name this checkpoint; whoever reads it, at any instant, reads a whole name."""
+        """Make the file `latest` name this checkpoint, and LINK lead to it. A reader at any instant finds a
+        whole name."""
         draft = self.path / f"{LATEST}.tmp"
         with open(draft, "w", encoding="utf-8", opener=no_links) as file:
             file.write(f"{checkpoint.name}\n")
@@ -73,7 +75,8 @@ class RunDirectory:
         sync(self.path)
 
     def point_to_best(self, step: int | None) -> None:
-        """Let BEST lead to the checkpoint of this step; None, or where there is none: to nothing."""
+        """Make the link BEST lead to the checkpoint of this step; remove it where there is no such
+        checkpoint."""
         best, link = self.path / f"step-{step}", self.path / BEST
         if best.is_dir():
             self._link(BEST, best)
@@ -81,8 +84,8 @@ class RunDirectory:
             link.unlink()
 
     def _link(self, name: str, checkpoint: Path) -> None:
-        """Let the link `name` lead to this checkpoint; whoever follows it, at any instant, finds a whole one.
-        Raises CheckpointError where something else has that name."""
+        """Make the link `name` lead to this checkpoint. It leads to a whole one at any instant. Raises
+        CheckpointError where something else has that name."""
         link, draft = self.path / name, self.path / f"{name}.tmp"
         if os.path.lexists(link) and not _leads_to_checkpoint(link):
             raise CheckpointError(f"{link} is there, and is no link to a checkpoint: move it away")
@@ -96,8 +99,8 @@ class RunDirectory:
         draft.replace(link)
 
     def foreign(self, after: int = -1) -> list[Path]:
-        """What has the name of a checkpoint of a step beyond `after`, or one that is needed to write it, and
-        is none of ours: a run cannot save that step."""
+        """List what is not ours and has a name that a run needs to save a step beyond `after`: step-N,
+        step-N.tmp or step-N.old."""
         named = [
             path for path in self.path.glob("step-*") if re.fullmatch(r"step-[0-9]+(\.tmp|\.old)?", path.name)
         ]
@@ -108,10 +111,10 @@ class RunDirectory:
         )
 
     def prune(self, keep: int | None, keep_every: Duration | None = None, best: int | None = None) -> None:
-        """Delete the oldest beyond the last `keep` (None: none), but that of step `best` and the first one of
-        each `keep_every`: with "1000 steps" those of step 1000, 2000, ..., or where there is none of just
-        that step, the next. Raises CheckpointError for those that stay as they hold more than the checkpoint,
-        or are none."""
+        """Delete all checkpoints but the last `keep` (None: delete none), the one of step `best`, and the
+        first of each `keep_every`: with "1000 steps" that of step 1000, 2000, ..., or else the next after it.
+        Raises CheckpointError for those that are kept because there are other files in them, or they are not
+        ours."""
         saved = self.saved()
         old = [] if keep is None else saved[:-keep]
         if not old:
@@ -124,28 +127,30 @@ class RunDirectory:
         _delete(path for path in old if path not in spared)
 
     def set_aside(self, after: int = -1) -> list[Path]:
-        """Rename the checkpoints beyond step `after`, which a new run will replace, so that none counts as
-        the newest. Returns what they were called."""
-        aside = [path for path in self.saved() if step_of(path) > after and ownership.carries_manifest(path)]
-        for path in aside:
+        """Rename the checkpoints beyond step `after`, which a new run will replace, to names that end with
+        EARLIER, so that none counts as the newest. Returns their old paths."""
+        replaced = [
+            path for path in self.saved() if step_of(path) > after and ownership.carries_manifest(path)
+        ]
+        for path in replaced:
             _rename(path, EARLIER)
-        return aside
+        return replaced
 
     def drop_earlier(self) -> None:
-        """Delete what was set aside, if the run that replaces it has a checkpoint. Raises CheckpointError as
-        `prune` does."""
+        """Delete the checkpoints that were set aside, if the new run has one of its own. Raises
+        CheckpointError as `prune` does."""
         if self.saved():
             _delete(self._named(EARLIER))
 
     def pass_over(self, checkpoint: Path) -> Path:
-        """Rename one that cannot be read, so that it does not count as the newest again. Returns its new
-        place."""
+        """Rename a checkpoint that cannot be read, so that it does not count as the newest again. Returns its
+        new path."""
         return _rename(checkpoint, DAMAGED)
 
     def tidy(self) -> None:
-        """Remove what a dead run left unfinished, and give back their names to checkpoints set aside by one
-        that then saved none."""
-        for old in self._named(".old"):  # with a step-N.tmp it was about to be replaced, else to be deleted
+        """Remove the unfinished folders of a dead run; and undo `set_aside` where the run that called it
+        saved no checkpoint."""
+        for old in self._named(".old"):  # beside a step-N.tmp it was about to be replaced, else to be deleted
             if (
                 ownership.carries_manifest(old)
                 and old.with_suffix(".tmp").is_dir()
@@ -176,12 +181,12 @@ def _leads_to_checkpoint(link: Path) -> bool:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer steps that a checkpoint has behind it, as its name says."""
+    """The number of optimizer steps in the name of a checkpoint."""
     return int(checkpoint.name.removeprefix("step-").partition(".")[0])
 
 
 def progress_of(checkpoint: Path) -> Progress | None:
-    """How far training had come, as its resume.json says; None where that cannot be read."""
+    """The steps, samples and tokens in the checkpoint's resume.json; None where that cannot be read."""
     try:
         found = manifest.read(checkpoint)
     except CheckpointError:
@@ -195,8 +200,8 @@ def progress_of(checkpoint: Path) -> Progress | None:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether it can be opened to go on from: every file is there, with all its bytes. What these are is not
-    looked at."""
+    """Whether a run could resume from the checkpoint: every file is there, in its size. Contents are not
+    compared."""
     try:
         return Directory(checkpoint).resume is not None
     except CheckpointError:
@@ -204,7 +209,7 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def sync(folder: Path) -> None:
-    """Have the system write down which files are in `folder`: a rename then survives the loss of power."""
+    """Flush the folder's list of files to the disk, so that a rename survives the loss of power."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -213,15 +218,15 @@ def sync(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give each of two paths the other's name, at one instant. False where the system or the file system
-    cannot, and nothing is done."""
+    """Exchange the names of two paths, at one instant. Returns False, with nothing done, where the system or
+    the file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return rename is not None and rename(HERE, bytes(one), HERE, bytes(other), EXCHANGE) == 0
 
 
 def _first_of_each(saved: Iterable[Path], every: Duration | None) -> list[Path]:
-    """The first checkpoint at or after each multiple of `every`, in order: one that is the first stays so,
-    whatever goes."""
+    """The first checkpoint at or after each multiple of `every`, in order. Deleting others never changes
+    which one that is."""
     if every is None:
         return []
     first: dict[int, Path] = {}
@@ -240,8 +245,8 @@ def _rename(path: Path, ending: str) -> Path:
 
 
 def _delete(paths: Iterable[Path]) -> None:
-    """First out of sight, so that half a checkpoint never bears a name. Raises CheckpointError, at the end,
-    for what is not ours."""
+    """Delete checkpoints, each renamed first, so that no half-deleted one has the name of a checkpoint.
+    Raises CheckpointError, at the end, for those that are not ours."""
     left = []
     for path in paths:
         if reason := ownership.why_not(path):

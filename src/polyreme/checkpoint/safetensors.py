@@ -1,8 +1,8 @@
-"""The safetensors format: eight bytes of length, that many of JSON, and the tensors, which fill the rest of
-the file without a gap.
+"""The safetensors format: the header's length in eight bytes, the header in JSON, and the tensors, which fill
+the rest of the file without a gap.
 
-Invariant: a header that `parse` returns puts every byte of the file behind it in exactly one tensor. No
-communication. https://huggingface.co/docs/safetensors"""
+Invariant: a header that `parse` returns puts every byte behind it in exactly one tensor. No communication.
+https://huggingface.co/docs/safetensors"""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from polyreme.checkpoint.sources import TensorInfo
 from polyreme.errors import CheckpointError
 
 ALIGN = 4096
-"""Bytes. The tensors of a file that we write begin at a multiple of a page."""
+"""Bytes: a page. The first tensor of a file that we write begins at a multiple of it."""
 LIMIT = 100_000_000
-"""Bytes. A longer header is refused, by safetensors as well."""
+"""Bytes. A longer header is refused, as by the safetensors library."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -44,8 +44,8 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds. `data_start`: where the first tensor begins, in bytes; `entries`: in the order of
-    the header."""
+    """The header of a file. data_start: the first byte behind it; entries: each tensor's place, by name, in
+    the order of the header."""
 
     data_start: int
     entries: Mapping[str, Entry]
@@ -65,12 +65,12 @@ def nbytes(info: TensorInfo) -> int:
 def build(
     tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, Header]:
-    """The beginning of a file of `tensors`, up to the first of them, and what it says: where each is. They
-    come in the order given, but wider dtypes first: so each lies at a multiple of its item size, for those
-    who map the file.
+    """Build the header of a file of `tensors`. Returns its bytes, up to the first tensor, and its content.
+    The tensors come in the order given, but wider dtypes first, so that each lies at a multiple of its item
+    size for readers that map the file.
 
-    `metadata` of a model is {"format": "pt"}, which transformers asks for. Raises CheckpointError for a dtype
-    the format does not have, and for a header that is too long."""
+    metadata: transformers wants {"format": "pt"} for a model. Raises CheckpointError for a dtype that the
+    format does not have, and for a header that is too long."""
     table: dict[str, Any] = {"__metadata__": dict(metadata or {})}
     at = 0
     for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
@@ -103,10 +103,10 @@ def build(
 
 
 def parse(file: Path) -> Header:
-    """The header of a safetensors file, of which nothing else is read.
+    """Read the header of a safetensors file, and nothing else of it.
 
-    Raises CheckpointError, with the file and the tensor, for all that is not as the format wants it, or not
-    as long."""
+    Raises CheckpointError, with the file and the tensor, where it breaks the format, or the file has not the
+    length that it says."""
     with reading(file):
         size = file.stat().st_size
     if size < 8:
@@ -124,8 +124,8 @@ def parse(file: Path) -> Header:
 
 
 def divide(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
-    """The names of `tensors`, in order, in files of at most `limit` bytes of tensors each; one that is larger
-    has a file alone."""
+    """Divide the names of `tensors`, in order, over files of at most `limit` bytes of tensors each; a larger
+    tensor has a file of its own."""
     files: list[list[str]] = [[]]
     room = limit
     for name, info in tensors.items():
@@ -138,15 +138,15 @@ def divide(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Names of `count` files as Hugging Face writes them; a single one is `stem`.safetensors."""
+    """Return the names of `count` files as Hugging Face writes them; a single one is `stem`.safetensors."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def index(files: Mapping[str, Iterable[str]], tensors: Mapping[str, TensorInfo]) -> bytes:
-    """What the file `stem`.safetensors.index.json says: which tensor is in which of `files` (by name: the
-    tensors in it)."""
+    """Return the text of the index `stem`.safetensors.index.json. files: the names of the tensors in each
+    file."""
     file_of = {name: file for file, names in files.items() for name in names}
     whole = {
         "metadata": {"total_size": sum(nbytes(tensors[name]) for name in file_of)},

@@ -1,9 +1,9 @@
 """Writes a checkpoint: a Hugging Face directory with the optimizer's states beside the weights.
 
 Invariants: the directory at the path is complete, old or new, at any instant; a failure on one rank is an
-error on every rank; each number is written by one rank, which has it. Communication (over an axis of its own,
-as all of it may go on beside training): what tensors there are; whether rank 0 made the files; what each rank
-added to their checksums; whether rank 0 gave the directory its name."""
+error on every rank; each number is written by one rank that holds it. Communication (over an axis of its own,
+as all of it may go on while training does): the names and shapes of tensors; whether rank 0 made the files;
+the contribution of each rank to their checksums; whether rank 0 gave the directory its name."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from polyreme.checkpoint.safetensors import CODES, DTYPES
 from polyreme.checkpoint.sources import MODEL, TensorInfo
 from polyreme.checkpoint.writer import FileLayout, Name, Writer, combine
 from polyreme.distributed.mesh import Axis
-from polyreme.distributed.watch import ASIDE
-from polyreme.distributed.world import Part, current
+from polyreme.distributed.watch import BACKGROUND
+from polyreme.distributed.world import Resource, current
 from polyreme.errors import CheckpointError
 from polyreme.files.folder_lock import Claim, holder
 from polyreme.layout.bucket_layout import Cut
@@ -45,14 +45,14 @@ from polyreme.offload.host import report_memory, share
 
 @dataclass(frozen=True)
 class Payload:
-    """What this rank gives to a checkpoint.
+    """The contents of a checkpoint that come from this rank.
 
-    regions: what it holds of parameters and states. buffers: with all their names; several ranks have each,
-    and the first writes it.
-    saved_name: of all names of a tensor the one in the file. small: writes the other files (rank 0). resume:
-    all but the files and the states of random numbers; `rng`: this rank's. weights: the beginning of the
-    names of the files with the weights. storages: addresses of memory that the module's parameters show to
-    scripts."""
+    regions: its shards of parameters and states. buffers: each with all its names; the first rank that has
+    one writes it. saved_name: chooses, of all names of a tensor, the one in the file. small: writes the files
+    without tensors (rank 0). resume: the content of resume.json without `files` and `rng`; rng: the states of
+    this rank's random numbers. limit: bytes of tensors in one file, at most. shared_files: several ranks may
+    write to one file. weights: begins the names of the files with the weights. storages: addresses of the
+    memory that scripts see as parameters."""
 
     regions: Sequence[Region]
     buffers: Sequence[tuple[Sequence[str], Tensor]]
@@ -66,27 +66,35 @@ class Payload:
     storages: Collection[int] = ()
 
 
-class _UnderWay(Part):
-    """The save under way, of any engine of a world: all share the connections between its ranks."""
+class _UnderWay(Resource):
+    """The threads of saves under way, of all engines of a world, which share the connections between
+    ranks."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
 
+    def close(self) -> None:
+        """Wait for its end, as its exchanges between ranks are broken off."""
+        while self.threads:
+            self.threads.pop().join()
+
 
 class Saver:
-    """Writes the checkpoints of one engine, one after the other; in the background, if asked to."""
+    """Writes the checkpoints of one engine, one at a time; in the background, if asked to."""
 
-    def __init__(self, aside: Callable[[], Axis]) -> None:
-        """aside: opens an axis over all ranks for what goes on beside training. All must call."""
-        self.axis = cache(aside)
+    def __init__(self, open_axis: Callable[[], Axis]) -> None:
+        """open_axis: opens an axis over all ranks that is used only here, so that a save can communicate
+        while training does; all ranks must call it."""
+        self.axis = cache(open_axis)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._access = BackgroundAccess()
 
     def save(self, path: Path, make: Callable[[], Payload], background: bool = False) -> None:
-        """Write the checkpoint `path` of what `make` returns. All ranks must call. In the background, an
-        error comes with the next `wait` or `save`: call `taken` before anything but buffers changes. What is
-        not in memory is written at once, as memory may have no room for a copy. Raises CheckpointError."""
+        """Write what `make` returns as the checkpoint `path`. All ranks must call. In the background, an
+        error is raised by the next `wait` or `save`, and `wait_until_copied` must be called before anything
+        but buffers changes. Where a rank's regions are not all in memory, or copies have no room, it is
+        written before this returns. Raises CheckpointError."""
         self.wait()
         self.idle()
         made: list[Payload] = []
@@ -98,7 +106,7 @@ class Saver:
         self._access = BackgroundAccess()
         arguments = (path, made[0], self._access, side_stream())
         atexit.register(self._tell)
-        self._thread = threading.Thread(target=self._run, args=arguments, name=f"{ASIDE}-{path.name}")
+        self._thread = threading.Thread(target=self._run, args=arguments, name=f"{BACKGROUND}-{path.name}")
         self._thread.start()
         current().of(_UnderWay).threads.append(self._thread)
 
@@ -112,8 +120,8 @@ class Saver:
         made.append(make())
 
     def _fits(self, payload: Payload) -> bool:
-        """Whether it can be written in the background: nothing is elsewhere than in memory, and every rank
-        has room for what is copied at once. All must call."""
+        """Whether it can be written in the background: on every rank all regions are in memory, and there is
+        room for the copies made before writing. All ranks must call."""
         reports: list[Any] = self.axis().gather_objects(
             {
                 "there": not any(isinstance(region.data, Stored) for region in payload.regions),
@@ -126,7 +134,7 @@ class Saver:
         return all(self.axis().gather_objects(fits))
 
     def wait(self) -> None:
-        """Return when what is being written is there. Raises what went wrong with it."""
+        """Wait until the save under way is complete. Raises the error that it met."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -135,27 +143,25 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def taken(self) -> None:
-        """Return when the background has written what it was given, or copied it: weights and states may
-        change then."""
+    def wait_until_copied(self) -> None:
+        """Wait until the background has written or copied all weights and states, so that they may change."""
         if self._thread is not None:
             self._access.take_back()
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong in the background that nobody was told of yet."""
+        """Whether a save in the background met an error that was not raised yet."""
         return self._error is not None
 
     @staticmethod
     def idle() -> None:
-        """Return when no engine of this world is writing."""
+        """Wait until no engine of this world is writing."""
         threads = current().of(_UnderWay).threads
         while threads:
             threads.pop().join()
 
     def _tell(self) -> None:
-        """Print an error that nobody asked for, when the process and its threads have ended; not that another
-        rank ended."""
+        """Print at exit an error that neither `wait` nor `save` raised; but not that another rank ended."""
         if isinstance(self._error, CheckpointError):
             print(f"polyreme: {self._error}", file=sys.stderr)
 
@@ -163,7 +169,7 @@ class Saver:
         self, path: Path, payload: Payload, access: BackgroundAccess, stream: torch.cuda.Stream | None
     ) -> None:
         try:
-            if not payload.shared_files:  # then ranks wait for each other, and nobody knows how long
+            if not payload.shared_files:  # ranks wait for each other then, and nobody knows how long
                 copies: list[Payload] = []
                 with torch.cuda.stream(stream):
                     _collectively(path, self.axis(), lambda: copies.append(with_regions(payload)), ())
@@ -177,8 +183,8 @@ class Saver:
 
 
 def _copied(payload: Payload) -> Iterator[Tensor]:
-    """What is copied before it is written in the background: what changes without a word (buffers, by a
-    forward, and parameters, by a script); and all, where ranks wait for each other in writing."""
+    """The tensors to copy before a save in the background: those that may change without notice (buffers in a
+    forward, parameters by a script); all of them where ranks wait for each other in writing."""
     yield from (buffer for _, buffer in payload.buffers)
     for region in payload.regions:
         if isinstance(region.data, Tensor) and (not payload.shared_files or _is_shown(region.data, payload)):
@@ -186,12 +192,12 @@ def _copied(payload: Payload) -> Iterator[Tensor]:
 
 
 def _is_shown(data: Tensor, payload: Payload) -> bool:
-    """Whether scripts see this memory, as a parameter."""
+    """Whether the tensor shares its memory with a parameter that scripts see."""
     return data.untyped_storage().data_ptr() in payload.storages
 
 
 def apart(payload: Payload) -> Payload:
-    """The payload with a copy, in host memory, of what changes without notice."""
+    """Return the payload with copies, in host memory, of the tensors that may change without notice."""
     buffers = [(names, buffer.detach().to("cpu", copy=True)) for names, buffer in payload.buffers]
     regions = [
         _copy(each) if isinstance(each.data, Tensor) and _is_shown(each.data, payload) else each
@@ -201,7 +207,7 @@ def apart(payload: Payload) -> Payload:
 
 
 def with_regions(payload: Payload) -> Payload:
-    """The payload with a copy, in host memory, of weights and states, which an update changes."""
+    """Return the payload with copies, in host memory, of weights and states, which an update changes."""
     return replace(payload, regions=[_copy(each) for each in payload.regions])
 
 
@@ -211,7 +217,8 @@ def _copy(region: Region) -> Region:
 
 
 def side_stream() -> torch.cuda.Stream | None:
-    """A second stream on a GPU, which goes on from what the current one was asked so far."""
+    """Return a second CUDA stream, which begins after the work that the current one has now; None without a
+    GPU."""
     if not torch.cuda.is_initialized():
         return None
     stream = torch.cuda.Stream()
@@ -226,12 +233,12 @@ def write(
     access: BackgroundAccess,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Write the checkpoint, with all ranks of the axis. access: to the regions' memory; see `Writer.write`.
-    Raises CheckpointError on each rank, whichever failed."""
+    """Write the checkpoint `path`, with all ranks of the axis. access, stream: see `Writer.write`. Raises
+    CheckpointError on every rank if any failed."""
     save = _Save(path, payload, axis)
     try:
         _collectively(path, axis, save.prepare, save.layout)
-        _collectively(path, axis, save.look, save.layout)  # before `fill`, in which ranks exchange
+        _collectively(path, axis, save.check_visible, save.layout)  # before `fill`, in which ranks exchange
         contributions = _collectively(path, axis, lambda: save.fill(access, stream), save.layout)
         _collectively(path, axis, lambda: save.finish(contributions), save.layout)
     except CheckpointError:
@@ -266,11 +273,11 @@ class _Save:
                 writer_of.setdefault((kind, name), rank)
         self._regions += [(key, region) for key, region in buffers if writer_of[key] == axis.rank]
         self.layout: list[FileLayout] = []
-        """One, once it is known."""
+        """Empty, and from `prepare` on the only one."""
         self._claim: Claim | None = None
 
     def prepare(self) -> None:
-        """Plan the files, and make them on rank 0."""
+        """Lay out the files, and create them on rank 0."""
         if self._path != Path(self._reports[0]["path"]):
             raise CheckpointError(
                 f"it was to be {self._path}, and of rank 0 {self._reports[0]['path']}: "
@@ -293,15 +300,15 @@ class _Save:
             (self._unfinished / manifest.NAME).unlink(missing_ok=True)
             self.layout[0].create(self._unfinished)
 
-    def look(self) -> None:
-        """Whether the folder is here, too."""
+    def check_visible(self) -> None:
+        """Raise CheckpointError where this rank does not see the folder that rank 0 made."""
         if not self._unfinished.is_dir():
             raise CheckpointError(
                 f"it does not see {self._unfinished}, which rank 0 made: give a folder that all hosts share"
             )
 
     def fill(self, access: BackgroundAccess, stream: torch.cuda.Stream | None) -> dict[int, int]:
-        """Write what this rank has. Returns its contributions to the files' checksums."""
+        """Write this rank's regions. Returns its contribution to each file's checksum."""
         writer = Writer(self.layout[0], self._unfinished)
         beside = partial(self._payload.small, self._unfinished) if self._axis.rank == 0 else None
         if self._payload.shared_files or self._axis.size == 1:
@@ -309,21 +316,21 @@ class _Save:
         return writer.collect(self._regions, self._axis, beside)
 
     def finish(self, contributions: Sequence[Mapping[str, int]]) -> None:
-        """Write resume.json, and give the directory its name; rank 0 does so."""
+        """Write resume.json, and give the directory its name, on rank 0."""
         if self._axis.rank == 0:
             rng = {str(rank): report["rng"] for rank, report in enumerate(self._reports)}
-            parts = [{int(file): part for file, part in each.items()} for each in contributions]
+            by_file = [{int(file): value for file, value in each.items()} for each in contributions]
             resume = replace(self._payload.resume, rng=rng)
-            _finish(self._path, self._unfinished, self.layout[0], parts, resume)
+            _finish(self._path, self._unfinished, self.layout[0], by_file, resume)
 
     def remove(self) -> None:
-        """Delete what was written, if this rank made it."""
+        """Delete the unfinished folder, on the rank that made it."""
         if self._claim is not None:
             with contextlib.suppress(OSError, CheckpointError):
                 ownership.remove(self._unfinished)
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the claim on the unfinished folder."""
         if self._claim is not None:
             self._claim.close()
 
@@ -335,8 +342,8 @@ def _whole(names: Sequence[str], buffer: Tensor) -> Region:
 
 
 def _collectively(path: Path, axis: Axis, work: Callable[[], Any], layout: Sequence[FileLayout]) -> list[Any]:
-    """What `work` returned on every rank. Raises CheckpointError on all of them where it failed on one.
-    layout: one, once it is known."""
+    """Return what `work` returned on each rank. Raises CheckpointError on all ranks if it failed on one.
+    layout: empty or one, whose sizes the message about a full disk names."""
 
     def why(rank: int, error: Exception) -> str:
         return (
@@ -348,7 +355,7 @@ def _collectively(path: Path, axis: Axis, work: Callable[[], Any], layout: Seque
 
 
 def _reason(error: Exception, path: Path, needed: int) -> str:
-    """Why the checkpoint was not written, whose tensors need so many bytes."""
+    """Say why the checkpoint was not written; `needed`: bytes of its tensors."""
     in_rust = f"(os error {errno.ENOSPC})" in str(error)  # tokenizers is written in Rust
     number = errno.ENOSPC if in_rust else getattr(error, "errno", None)
     if number not in (errno.ENOSPC, errno.EDQUOT):
@@ -365,10 +372,10 @@ def _reason(error: Exception, path: Path, needed: int) -> str:
 def _finish(
     path: Path, unfinished: Path, layout: FileLayout, contributions: Sequence[Mapping[int, int]], done: Resume
 ) -> None:
-    """Write resume.json, and give the directory its name."""
+    """Write resume.json, and give the directory its name. contributions: those of each rank, by file."""
     files = {}
-    for i, (file, size, beginning) in enumerate(zip(layout.files, layout.sizes, layout.headers, strict=True)):
-        own = checksum.contribution(beginning, size - len(beginning))
+    for i, (file, size, header) in enumerate(zip(layout.files, layout.sizes, layout.headers, strict=True)):
+        own = checksum.contribution(header, size - len(header))
         files[file] = File(
             size, checksum.total(size, [own, combine(each.get(i, 0) for each in contributions)])
         )
@@ -388,8 +395,8 @@ def _finish(
 
 
 def _put(unfinished: Path, path: Path) -> None:
-    """Give the directory the name `path`; what had it is deleted, if it is ours. Where the file system cannot
-    exchange two names, there is an instant in which what had it is called `path.old`."""
+    """Rename the directory to `path`, and delete the checkpoint that had this name, if it is ours. Where the
+    file system cannot exchange two names, that one is called `path.old` for an instant."""
     ownership.check(path)
     old = path.with_name(path.name + ".old")
     ownership.remove(old)
@@ -415,14 +422,14 @@ def _sync_file(file: Path) -> None:
 def small_files(
     module: nn.Module, tokenizer: Any, adapters: Mapping[str, Tensor] | None, folder: Path
 ) -> None:
-    """What a Hugging Face model has beside its weights, PEFT's files of `adapters`, and the tokenizer's,
-    written to `folder`. None: of a PEFT model none."""
+    """Write to `folder` the files of a Hugging Face model but its weights, PEFT's files with `adapters`, and
+    the tokenizer's. adapters: empty without PEFT; None: only the tokenizer's files."""
     if hasattr(module, "save_pretrained") and adapters is not None:
-        aside = folder / "config"
-        save_config(module, aside, adapters)
-        for file in aside.iterdir():
+        temporary = folder / "config"
+        save_config(module, temporary, adapters)
+        for file in temporary.iterdir():
             if not file.name.startswith("model.safetensors"):
                 file.rename(folder / file.name)
-        shutil.rmtree(aside)
+        shutil.rmtree(temporary)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

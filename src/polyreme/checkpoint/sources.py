@@ -1,8 +1,8 @@
-"""The `Source` protocol, a checkpoint of any format to whoever reads one: named tensors of several kinds, of
-which any range can be read.
+"""The `Source` protocol: an open checkpoint of any format, with named tensors of several kinds, of which any
+range can be read.
 
-Invariant: a source reads only what is asked for, never a pickle's code, and never a file outside of its
-folder. No communication."""
+Invariant: a source reads only the ranges asked for, never runs a pickle's code, and never opens a file
+outside of its folder. No communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["MASTER", "MODEL", "Source", "TensorInfo"]
 
 
 class TensorInfo(NamedTuple):
-    """The shape and dtype of one tensor, whole."""
+    """The shape and dtype of a whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -32,21 +32,22 @@ class Source(Protocol):
 
     path: Path
     tensors: Mapping[str, Mapping[str, TensorInfo]]
-    """What is known of each tensor, by kind and name."""
+    """The shape and dtype of each tensor, by kind and name."""
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened whole tensor: flat, on the CPU, in the dtype of the
-        checkpoint.
-
-        Raises CheckpointError, with the file and the tensor, where they cannot be read."""
+        """Return the elements [start, stop) of the flattened whole tensor: 1-D, on the CPU, in the
+        checkpoint's dtype. Raises CheckpointError, with the file and the tensor, where they cannot be
+        read."""
         ...
 
-    def contributions(self, part: int, parts: int) -> list[int]:
-        """Reads the `part`-th of `parts` equal shares of all bytes: what it adds to the checksum of each
-        file. Empty for a format without checksums. Raises CheckpointError where a file cannot be read."""
+    def contributions(self, share: int, shares: int) -> list[int]:
+        """Read share number `share`, from 0 on, of `shares` equal ones of all bytes. Returns its contribution
+        to the checksum of each file; nothing for a format without checksums. Raises CheckpointError where a
+        file cannot be read."""
         ...
 
     def compare(self, contributions: Sequence[int]) -> None:
-        """Raises CheckpointError, with the files and what they hold, where a file is not as it was written:
-        `contributions` are those of all parts, combined by XOR file by file."""
+        """Raise CheckpointError, with the files and what they hold, where a file differs from what was
+        written.
+        contributions: those of all shares, combined by XOR file by file."""
         ...

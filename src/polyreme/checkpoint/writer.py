@@ -1,10 +1,10 @@
-"""Writes safetensors files that many ranks fill at the same time, each with what it holds, straight from its
-memory.
+"""Writes safetensors files that many ranks fill at the same time, each with the numbers that it holds,
+straight from its memory.
 
-All headers are known before: so is every number's place in a file. The checksum of a file is made of what
-each rank wrote, without reading it again (`checksum`).
-Invariant: a rank holds at most BUFFERS blocks of BLOCK bytes beside what it is given, if that is not wanted
-back meanwhile.
+All headers are known before the first write, and with them every number's place in a file. The checksum of a
+file is combined from those of the ranks' writes, without reading the file again (`checksum`).
+Invariant: a rank holds at most BUFFERS blocks of BLOCK bytes beside the regions it is given, unless their
+owner wants these back before they are written.
 Communication: none; or, where one rank writes a whole file, blocks that are sent to it.
 """
 
@@ -34,8 +34,8 @@ from polyreme.layout.intervals import Interval, cut_at_multiples, overlap, round
 from polyreme.layout.region import Region, StridedRange
 
 PACKERS, WRITERS, BUFFERS = 2, 6, 10
-"""Threads that copy and count, threads that only write, and blocks of memory that they share
-(docs/LOG.md)."""
+"""Threads that copy and compute checksums, threads that only write, and blocks of memory that they share
+(bench/LOG.md)."""
 
 Name = tuple[str, str]
 """A tensor's kind, and its name in the checkpoint."""
@@ -43,7 +43,8 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class FilePosition:
-    """Where a tensor is: in which of the layout's files, from which byte on."""
+    """The place of a tensor: the number of its file in the layout, its first byte there, and bytes per
+    element."""
 
     file: int
     begin: int
@@ -52,8 +53,8 @@ class FilePosition:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The files of a checkpoint's tensors: paths within its folder, sizes in bytes and beginnings; and the
-    indices that belong to them."""
+    """The files of a checkpoint's tensors: their paths within its folder, sizes in bytes and headers; the
+    place of each tensor; and, by path, the text of each index file."""
 
     files: Sequence[str]
     sizes: Sequence[int]
@@ -92,7 +93,7 @@ class FileLayout:
         return layout
 
     def create(self, folder: Path) -> None:
-        """Make all files, each with its header and as long as it will be: a full disk is known here."""
+        """Make all files in their final size, with their headers. Raises OSError here if the disk is full."""
         for file, size, beginning in zip(self.files, self.sizes, self.headers, strict=True):
             (folder / file).parent.mkdir(exist_ok=True)
             with (folder / file).open("xb", buffering=0) as made:
@@ -105,28 +106,28 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class FileSegment:
-    """The bytes [begin, end) of a file, within one of its BLOCKs; `parts`: the runs that they consist of, in
-    order, each a single one."""
+    """The bytes [begin, end) of a file, within one of its BLOCKs. runs: the contiguous runs that they consist
+    of, in order, each with its region."""
 
     file: int
     begin: int
     end: int
-    parts: Sequence[tuple[StridedRange, Region]]
+    runs: Sequence[tuple[StridedRange, Region]]
 
     @property
     def is_direct(self) -> bool:
-        """Whether it goes past the page cache."""
+        """Whether it is written by direct I/O, past the page cache."""
         return self.begin % ALIGNMENT == self.end % ALIGNMENT == 0 and self.end - self.begin >= SMALL
 
 
 class Writer:
-    """What one rank writes into the layout's files in `folder`."""
+    """Writes the numbers of one rank into the layout's files in `folder`."""
 
     def __init__(self, layout: FileLayout, folder: Path) -> None:
         self._layout, self._folder = layout, folder
         self._open: dict[int, DirectFile] = {}
         self._found: dict[int, int] = {}
-        self._left: Counter[int] = Counter()  # what is still to be written to each file, if that is known
+        self._left: Counter[int] = Counter()  # writes that each file still waits for; none in `collect`
         self._lock = threading.Lock()
 
     def write(
@@ -137,9 +138,9 @@ class Writer:
         beside: Work | None = None,
         room: int = 0,
     ) -> dict[int, int]:
-        """Write what this rank owns of `regions`, which are lent. Returns the contribution to the checksum of
-        each file that got something. stream: for copies from a GPU. beside: what else is to be done, by this
-        thread, meanwhile. room: bytes of memory for copies, once what was lent is wanted back."""
+        """Write the elements that this rank owns of `regions`, while `access` lets it read them. Returns, for
+        each file that it wrote to, its contribution to the checksum. stream: for copies from a GPU. beside:
+        called by this thread while others write. room: bytes for copies once the owner wants its memory."""
         jobs = self._jobs(regions)
         self._left = Counter(file for file, _ in jobs)
         try:
@@ -151,7 +152,8 @@ class Writer:
         return self._found
 
     def _jobs(self, regions: Iterable[tuple[Name, Region]]) -> list[tuple[int, Job]]:
-        """All that there is to write, each with its file: file after file, so that each is soon complete."""
+        """List the writes to perform, each with the number of its file, file after file, so that each file is
+        soon complete."""
         single: list[tuple[FilePosition, StridedRange, Region]] = []
         jobs: list[tuple[int, Job]] = []
         for name, region in regions:
@@ -185,9 +187,9 @@ class Writer:
     def collect(
         self, regions: Sequence[tuple[Name, Region]], axis: Axis, beside: Work | None = None
     ) -> dict[int, int]:
-        """The same where each file is written by one rank alone, to which the others send what they own. All
-        ranks must call."""
-        failed: list[OSError] = []  # the others go on sending: so does receiving
+        """Write as `write` does, where each file is written by one rank alone, to which the others send the
+        elements they own. All ranks must call."""
+        failed: list[OSError] = []  # the other ranks go on sending, so this one goes on receiving
         try:
             for block in self._collected(regions, axis):
                 try:
@@ -208,12 +210,12 @@ class Writer:
     def _collected(
         self, regions: Sequence[tuple[Name, Region]], axis: Axis
     ) -> Iterator[tuple[FilePosition, StridedRange, Tensor]]:
-        """The blocks of the files that this rank writes, with their bytes; those of the other files are sent
-        meanwhile."""
+        """Yield the blocks of the files that this rank writes, with their bytes; meanwhile send its blocks of
+        other files to the ranks that write those."""
         mine: dict[Name, list[tuple[Region, StridedRange]]] = {}
         for name, region in regions:
             mine.setdefault(name, []).extend((region, block) for block in _blocks(region))
-        told: list[Any] = axis.gather_objects(
+        gathered: list[Any] = axis.gather_objects(
             [
                 [*name, [list(vars(block).values()) for _, block in blocks_of]]
                 for name, blocks_of in mine.items()
@@ -221,7 +223,7 @@ class Writer:
         )
         blocks = [
             ((kind, name), source, i, StridedRange(*numbers))
-            for source, each in enumerate(told)
+            for source, each in enumerate(gathered)
             for kind, name, blocks_of in each
             for i, numbers in enumerate(blocks_of)
         ]
@@ -245,9 +247,10 @@ class Writer:
             self._open.popitem()[1].close()
 
     def _fill(self, segment: FileSegment, memory: Tensor) -> Tensor:
-        """Copy the segment's bytes into the memory, where they are in their first page."""
+        """Copy the segment's bytes into `memory`, at the same offset within a page as in the file, and count
+        them. Returns them."""
         begin = end = segment.begin % ALIGNMENT
-        for strided, region in segment.parts:
+        for strided, region in segment.runs:
             size = strided.size * region.data.dtype.itemsize
             memory[end : end + size].view(region.data.dtype).copy_(region.read(strided).view(-1))
             end += size
@@ -261,14 +264,14 @@ class Writer:
     def _gather(
         self, position: FilePosition, strided: StridedRange, region: Region, memory: Tensor
     ) -> Tensor:
-        """The bytes of the runs, one behind the other, in the memory."""
+        """Copy the runs' bytes end to end into `memory`, and count them. Returns them."""
         packed = memory[: strided.elements * position.itemsize]
         packed.view(region.data.dtype).view(strided.count, strided.size).copy_(region.read(strided))
         self._count_strided(position, strided, packed)
         return packed
 
     def _count_strided(self, position: FilePosition, strided: StridedRange, packed: Tensor) -> None:
-        """Add the runs, of which `packed` are the bytes, to the checksum."""
+        """Add the runs to the checksum of their file; `packed`: their bytes, end to end."""
         size, step = strided.size * position.itemsize, strided.whole_step * position.itemsize
         memory = packed.reshape(-1).numpy().data
         behind = self._layout.sizes[position.file] - position.begin - strided.whole * position.itemsize - size
@@ -282,13 +285,13 @@ class Writer:
             self._found[file] = self._found.get(file, 0) ^ contribution
 
     def _put_segment(self, segment: FileSegment, packed: Tensor) -> None:
-        """Write its bytes."""
+        """Write the segment's bytes, `packed`."""
         opened = self._file(segment.file)
         (opened.write if segment.is_direct else opened.write_cached)(packed.numpy().data, segment.begin)
         self._wrote(segment.file)
 
     def _put(self, position: FilePosition, strided: StridedRange, packed: Tensor) -> None:
-        """Write the runs, of which `packed` are the bytes."""
+        """Write the runs to their places; `packed`: their bytes, end to end."""
         memory = packed.reshape(-1).numpy().data
         size, step = strided.size * position.itemsize, strided.whole_step * position.itemsize
         opened = self._file(position.file)
@@ -298,7 +301,7 @@ class Writer:
         self._wrote(position.file)
 
     def _wrote(self, file: int) -> None:
-        """Count a write to the file; after the last, return when the file is on the disk."""
+        """Count a write to the file; after the last one, flush the file to the disk and close it."""
         with self._lock:
             self._left[file] -= 1
             done = None if self._left[file] else self._open.pop(file)
@@ -314,46 +317,45 @@ class Writer:
 
 
 def _segments(strided: Iterable[tuple[FilePosition, StridedRange, Region]]) -> list[FileSegment]:
-    """Join runs that lie end to end in a file, cut at the ends of BLOCKs. Many whole pages stay one by
-    themselves."""
+    """Join runs that lie end to end in a file, and cut them at multiples of BLOCK; see `_paged`."""
     cut: list[tuple[int, int, int, StridedRange, Region]] = []
     for position, run, region in strided:
         first, size = position.begin + run.whole * position.itemsize, position.itemsize
         for begin, end in cut_at_multiples(Interval(first, first + run.size * size), BLOCK):
             cut.append((position.file, begin, end, _within(run, begin - first, end - first, size), region))
-    cut.sort(key=lambda part: part[:3])
-    whole: list[list[tuple[int, int, int, StridedRange, Region]]] = []
-    for part in cut:
-        if whole and (whole[-1][-1][0], whole[-1][-1][2]) == part[:2] and part[1] % BLOCK:
-            whole[-1].append(part)
+    cut.sort(key=lambda run: run[:3])
+    joined: list[list[tuple[int, int, int, StridedRange, Region]]] = []
+    for each in cut:
+        if joined and (joined[-1][-1][0], joined[-1][-1][2]) == each[:2] and each[1] % BLOCK:
+            joined[-1].append(each)
         else:
-            whole.append([part])
+            joined.append([each])
     segments = [
-        FileSegment(parts[0][0], parts[0][1], parts[-1][2], [part[3:] for part in parts]) for parts in whole
+        FileSegment(runs[0][0], runs[0][1], runs[-1][2], [run[3:] for run in runs]) for runs in joined
     ]
-    return [part for each in segments for part in _paged(each)]
+    return [page for each in segments for page in _paged(each)]
 
 
 def _paged(segment: FileSegment) -> Iterator[FileSegment]:
-    """The pages of which all bytes are there, if they are many, and what is before and behind them; or the
-    segment as it is."""
+    """Split off the whole pages in the middle, which can be written directly, from the bytes before and after
+    them; yield the segment as it is where whole pages are few."""
     low, high = round_up(segment.begin, ALIGNMENT), round_down(segment.end, ALIGNMENT)
     if high - low < SMALL or (low, high) == (segment.begin, segment.end):
         yield segment
         return
     for begin, end in ((segment.begin, low), (low, high), (high, segment.end)):
-        parts, at = [], segment.begin
-        for run, region in segment.parts:
+        runs, at = [], segment.begin
+        for run, region in segment.runs:
             size = region.data.dtype.itemsize
             if inside := overlap(Interval(begin - at, end - at), Interval(0, run.size * size)):
-                parts.append((_within(run, *inside, size), region))
+                runs.append((_within(run, *inside, size), region))
             at += run.size * size
-        if parts:
-            yield FileSegment(segment.file, begin, end, parts)
+        if runs:
+            yield FileSegment(segment.file, begin, end, runs)
 
 
 def _within(run: StridedRange, start: int, stop: int, itemsize: int) -> StridedRange:
-    """The bytes [start, stop) of a single run."""
+    """The elements whose bytes are [start, stop) of a contiguous run."""
     if start == 0 and stop == run.size * itemsize:
         return run
     return StridedRange(
@@ -367,11 +369,10 @@ def _blocks(region: Region) -> Iterator[StridedRange]:
 
 
 def _packed(strided: StridedRange, region: Region) -> Tensor:
-    """The bytes of the runs, one behind the other, on the CPU; those of one run are where they were, if they
-    were there."""
+    """The bytes of the runs, end to end, on the CPU; not copied where they already lie so."""
     return region.read(strided).cpu().contiguous().view(torch.uint8)
 
 
 def combine(contributions: Iterable[int]) -> int:
-    """The contributions of several ranks to one file, as one."""
+    """Combine the contributions of several ranks to the checksum of one file."""
     return reduce(xor, contributions, 0)

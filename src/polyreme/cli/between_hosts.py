@@ -1,4 +1,4 @@
-"""What `polyreme doctor` says of several hosts: checks of what ranks on them found
+"""The checks of `polyreme doctor` for several hosts, from facts that ranks on them found
 (`polyreme.launch.survey`).
 
 Each that failed says what is to be done."""
@@ -21,7 +21,7 @@ Facts = Mapping[str, Any]
 
 
 def examine(found: Survey) -> list[Check]:
-    """Every check, in the order they are shown."""
+    """Return all checks, in the order in which they are shown."""
     facts, first = found.facts, found.facts[0]["host"]
     names = ", ".join(each["host"] for each in facts)
     return [
@@ -66,7 +66,8 @@ def examine(found: Survey) -> list[Check]:
 def _every(
     name: str, facts: Sequence[Facts], shown: Callable[[Facts], str], good: Callable[[Facts], Any], fix: str
 ) -> Check:
-    """What hosts have, said once where all have the same; of bad ones what is to be done."""
+    """Check the hosts one by one. The text gives their common value, or each host's, and the fix for those
+    that failed."""
     bad = [each["host"] for each in facts if not good(each)]
     said = {each["host"]: shown(each) for each in facts}
     if len(set(said.values())) == 1:
@@ -130,8 +131,8 @@ def _gpus(facts: Facts) -> str:
 
 
 def _ways(pairs: Sequence[Pair]) -> Iterator[Check]:
-    """A pair by itself is as it is; one much slower than most is not, or than the fastest of three, of which
-    one slow host makes two slow."""
+    """Yield a check for each pair of hosts. A pair fails that has less than half of the median bandwidth; of
+    three pairs or fewer, of the fastest one's, as one slow host slows two of three pairs."""
     found = [pair.bandwidth for pair in pairs] or [0.0]
     usual, whose = (median(found), "most have") if len(found) > 3 else (max(found), "the fastest has")
     for pair in pairs:

@@ -1,4 +1,4 @@
-"""A checkpoint, as people and programs read it. Rendering only: facts come from `polyreme.checkpoint`."""
+"""Show a checkpoint to people and programs. Rendering only: facts come from `polyreme.checkpoint`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from polyreme.errors import printable
 
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 OF_LOSS_SCALE = ("loss_scale", "good_steps", "overflows", "hint")
-"""What of a checkpoint's state only JSON has where losses are not scaled."""
+"""Fields of a checkpoint's state that only JSON shows where losses are not scaled."""
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 
 
 def show(path: Path, as_json: bool) -> None:
-    """Print what is in a checkpoint, and exit with status 1 where it is not whole."""
+    """Print the contents of a checkpoint, and exit with status 1 where it is damaged."""
     errors = Console(stderr=True)
     found = listing(
         path,
@@ -43,8 +43,8 @@ def show(path: Path, as_json: bool) -> None:
 
 
 def render(found: Listing) -> Group:
-    """What is in a checkpoint: how it came about, sizes by kind, and tensors; those of blocks that differ by
-    numbers alone in one line."""
+    """Return the contents of a checkpoint as tables: how it was written, sizes by kind, and tensors. Tensors
+    of blocks that differ only by numbers in their names share a line."""
     top = Table.grid(padding=(0, 2))
     for label, text in _summary(found):
         style = "bold red" if label == "damaged" else ""
@@ -69,7 +69,7 @@ def render(found: Listing) -> Group:
     for rows in _alike(found.tensors):
         first = rows[0].kinds.get("model") or next(iter(rows[0].kinds.values()))
         states = [kind for kind in rows[0].kinds if kind != "model"]
-        told = "all" if states == every else ", ".join(states) or "none"
+        shown = "all" if states == every else ", ".join(states) or "none"
         dtype = str(first.dtype).removeprefix("torch.")
         name = _common_name([row.name for row in rows]) + (f" = {rows[0].same_as}" if rows[0].same_as else "")
         shape = "x".join(map(str, first.shape)) or "()"
@@ -78,7 +78,7 @@ def render(found: Listing) -> Group:
             Folded(printable(name)),
             shape,
             SHORT.get(dtype, dtype),
-            *([Text(printable(told))] if every else []),
+            *([Text(printable(shown))] if every else []),
         )
     if not every:
         tensors.columns.pop()
@@ -96,7 +96,7 @@ def _summary(found: Listing) -> list[tuple[str, str]]:
                 ranks + (f", ZeRO stage {found.zero_stage}" if found.zero_stage is not None else ""),
             )
         )
-    scaled = found.state.get("loss_scale", 1) != 1  # else what counts for it says nothing
+    scaled = found.state.get("loss_scale", 1) != 1  # the fields of loss scaling mean nothing otherwise
     state = {name: value for name, value in found.state.items() if scaled or name not in OF_LOSS_SCALE}
     lines += [
         (label, _values(values))
@@ -115,19 +115,18 @@ def _summary(found: Listing) -> list[tuple[str, str]]:
 
 
 def _values(values: Mapping[str, Any]) -> str:
-    """What of them is one number or word."""
-    told = []
+    """Return the numbers and words among the values as text."""
+    shown = []
     for name, value in values.items():
         if isinstance(value, int) and not isinstance(value, bool):
-            told.append(f"{name} {value:,}")
+            shown.append(f"{name} {value:,}")
         elif isinstance(value, float | str):
-            told.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
-    return ", ".join(told)
+            shown.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+    return ", ".join(shown)
 
 
 def _alike(rows: Sequence[Row]) -> list[list[Row]]:
-    """Tensors that differ in the numbers of their names alone, together, in the order of the first of
-    each."""
+    """Group tensors that differ only by numbers in their names, in the order of each group's first."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         kinds = tuple((kind, info.shape, info.dtype) for kind, info in row.kinds.items())
@@ -136,13 +135,13 @@ def _alike(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """One name for names that differ in numbers alone: "layers.{0-31}.weight"."""
+    """Return one name for names that differ only by numbers: "layers.{0-31}.weight"."""
     columns = iter(
         sorted({int(number) for number in numbers})
         for numbers in zip(*map(NUMBER.findall, names), strict=True)
     )
 
-    def told(_: re.Match[str]) -> str:
+    def column(_: re.Match[str]) -> str:
         numbers = next(columns)
         if len(numbers) == 1:
             return str(numbers[0])
@@ -153,4 +152,4 @@ def _common_name(names: Sequence[str]) -> str:
             + "}"
         )
 
-    return NUMBER.sub(told, names[0])
+    return NUMBER.sub(column, names[0])

@@ -1,5 +1,5 @@
-"""The options of `polyreme launch` and `polyreme train` that run it elsewhere than on this host alone, or
-hand it to a cluster, and what becomes of them."""
+"""The options of `polyreme launch` and `polyreme train` that run it on other hosts, or submit it to a
+cluster, and their implementation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ALSO = {
     "exclude": ("--mpi",),
     "elastic": ("--slurm",),
 }
-"""What options apply with beside that which their panel names."""
+"""Further ways of running to which an option applies, besides that of its panel."""
 WHY = {
     "elastic": ": over ssh, MPI and Ray a run begins on all hosts that it was given; start it again with "
     "other --nodes, and it goes on there"
@@ -46,7 +46,7 @@ def _option(panel: str, *names: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked of a cluster; each field is an option of the command."""
+    """The user's request to a cluster; each field is an option of the command."""
 
     slurm: Annotated[bool, _option(BOTH, "--slurm", help="Submit the run as a batch job.")] = False
     kubernetes: Annotated[
@@ -246,8 +246,8 @@ class Options:
 
     @property
     def asked(self) -> bool:
-        """Whether it is to run elsewhere, or by mpirun. Raises a usage error for options that apply to none,
-        or to the other."""
+        """Whether it is to run on other hosts, or by mpirun. Raises a usage error for options that do not
+        apply to the chosen way."""
         ways = {
             "--slurm": self.slurm,
             "--kubernetes": self.kubernetes,
@@ -276,7 +276,7 @@ class Options:
 
     @property
     def submits(self) -> bool:
-        """Whether a cluster is handed a job, and starts the ranks."""
+        """Whether a job is submitted to a cluster, which starts the ranks."""
         return self.slurm or self.kubernetes
 
     @property
@@ -295,7 +295,7 @@ class Options:
 
     @property
     def gpu_count(self) -> int | None:
-        """The GPUs of each host, where a type cannot be asked for."""
+        """The GPUs of each host, where their type cannot be chosen."""
         if self.gpus is None:
             return None
         kind, _, count = self.gpus.rpartition(":")
@@ -314,24 +314,27 @@ class Options:
 
     @property
     def hosts(self) -> int:
-        """The most hosts that it runs on."""
+        """The largest number of hosts that it runs on."""
         return self.bounds[1] if self.bounds else self.nodes or 1
 
 
-def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as a command with an option for each field of its parameter `cluster`."""
+def with_options(
+    function: Callable[..., None], options: type[Any] = Options, parameter: str = "cluster"
+) -> Callable[..., None]:
+    """Return `function` as a command with an option for each field of `options`, a dataclass, which it takes
+    as its `parameter`."""
 
     def command(**given: Any) -> None:
-        options = {each.name: given.pop(each.name) for each in dataclasses.fields(Options)}
-        function(**given, cluster=Options(**options))
+        asked = {each.name: given.pop(each.name) for each in dataclasses.fields(options)}
+        function(**given, **{parameter: options(**asked)})
 
     own = inspect.signature(function, eval_str=True).parameters
-    hints = get_type_hints(Options, include_extras=True)
-    parameters = [each for name, each in own.items() if name != "cluster"] + [
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [each for name, each in own.items() if name != parameter] + [
         inspect.Parameter(
             each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name]
         )
-        for each in dataclasses.fields(Options)
+        for each in dataclasses.fields(options)
     ]
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -349,11 +352,11 @@ def start(
     config: Path | None = None,
     folders: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Hand `polyreme WORDS`, which runs `ranks` ranks, to the cluster, and say what was handed over. A batch
-    job is followed to its end.
+    """Submit `polyreme ARGUMENTS`, which runs `ranks` ranks, to the cluster, and print what was submitted. A
+    batch job is followed to its end.
 
     `source` gives the job its name. `saves`: the run saves when it is asked to. `config`: the one that
-    `arguments` name; pods get its text. `folders`: those that it has the run write to, by their keys."""
+    `arguments` name; pods get its text. `folders`: those that the run writes to, by their keys."""
     name = options.name or re.sub(r"[^a-z0-9]+", "-", f"polyreme-{Path(source).stem}".lower()).strip("-")
     if options.slurm:
         python = options.python or sys.executable
@@ -367,16 +370,8 @@ def _submit(options: Options, command: Sequence[str], ranks: int, name: str, sav
     from polyreme.launch import slurm
 
     names = (
-        "time",
-        "account",
-        "partition",
-        "qos",
-        "constraint",
-        "gpus",
-        "cpus",
-        "memory",
-        "warning",
-        "restarts",
+        *("time", "account", "partition", "qos", "constraint"),
+        *("gpus", "cpus", "memory", "warning", "restarts"),
     )
     request = slurm.Request(
         command,
@@ -416,7 +411,7 @@ def _request(
     options: Options, command: Sequence[str], ranks: int, name: str, saves: bool, config: Path | None
 ) -> pod_request.Request:
     from polyreme.launch import pod_request
-    from polyreme.launch.manner import PATIENCE, SAVING
+    from polyreme.launch.options import PATIENCE, SAVING
 
     if options.image is None:
         raise typer.BadParameter("--kubernetes needs one, with Polyreme and the script", param_hint="--image")
@@ -449,7 +444,7 @@ def _request(
 
 
 def _read(file: Path, option: str, of: str, errors: str = "strict") -> str:
-    """The text of the file that an option names; of: what it has."""
+    """Return the text of the file that an option names; `of` describes its contents in an error."""
     try:
         return file.read_text("utf-8", errors)
     except (OSError, UnicodeError) as error:
@@ -464,7 +459,7 @@ def _write(options: Options, request: pod_request.Request) -> None:
 
     documents = kubernetes.manifests(request)
     if options.output and not options.dry_run:
-        _save(options.output, kubernetes.text(documents))
+        save("--output", options.output, kubernetes.text(documents))
     elif not options.apply:
         typer.echo(kubernetes.text(documents), nl=False)
     what = f"{documents[-1]['kind']} {request.name}, {_size(options, request.ranks, 'pod')}"
@@ -478,8 +473,8 @@ def _write(options: Options, request: pod_request.Request) -> None:
 
 
 def in_pods(config: Path, checked: Config) -> tuple[Path, list[str], list[tuple[str, str]]]:
-    """Where pods have the config, options of theirs, and the folders that the run writes to, by their
-    keys."""
+    """Return the path of the config in pods, options for them, and the folders that the run writes to, by
+    their keys."""
     from polyreme.config.schema import tiers_of
     from polyreme.launch.pod_request import SCRATCH
 
@@ -498,7 +493,7 @@ def in_pods(config: Path, checked: Config) -> tuple[Path, list[str], list[tuple[
 
 
 def pod_file(config: Path) -> Path:
-    """Where pods have the config."""
+    """Return the path of the config in pods."""
     from polyreme.launch.pod_request import CONFIGS
 
     plain = re.fullmatch(r"[A-Za-z0-9][-._A-Za-z0-9]*", config.name)
@@ -510,7 +505,8 @@ def _size(options: Options, ranks: int, host: str) -> str:
     return f"{hosts} {host}{'s' * (hosts != '1')} with {ranks} rank{'s' * (ranks != 1)} each"
 
 
-def _save(file: Path, text: str) -> None:
+def save(option: str, file: Path, text: str) -> None:
+    """Write text to the file that an option names. Raises PolyremeError where it cannot be written."""
     from polyreme.files.direct_io import no_links
 
     try:
@@ -518,6 +514,6 @@ def _save(file: Path, text: str) -> None:
             opened.write(text)
     except OSError as error:
         raise PolyremeError(
-            f"cannot write --output {file}: {error.strerror}; name a file, not a link or a pipe, in a folder "
+            f"cannot write {option} {file}: {error.strerror}; name a file, not a link or a pipe, in a folder "
             "that can be written"
         ) from None

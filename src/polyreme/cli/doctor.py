@@ -1,7 +1,6 @@
-"""What `polyreme doctor` looks at.
+"""The checks of `polyreme doctor` for this machine.
 
-Invariant: each check says what it found, and what is needed where it failed; none changes anything.
-"""
+Invariant: each check says what it found, and what is needed where it failed; none changes anything."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Check:
-    """One fact about this machine; `found` is for people."""
+    """A check of this machine; `found` is its text for people."""
 
     name: str
     ok: bool
@@ -30,8 +29,7 @@ class Check:
 
 
 def show(check: Check, wide: int = 14) -> None:
-    """Print a line of the table, with `wide` columns for names; it goes on below where it is longer than the
-    terminal."""
+    """Print a line of the table, with `wide` columns for names, wrapped to the width of the terminal."""
     import typer
 
     typer.secho("ok    " if check.ok else "fail  ", fg="green" if check.ok else "red", nl=False)
@@ -45,7 +43,7 @@ def show(check: Check, wide: int = 14) -> None:
 
 
 def examine() -> Iterator[Check]:
-    """Every check, in the order they are shown; each is made when it is asked for."""
+    """Return all checks, in the order in which they are shown. Each is made when it is asked for."""
     checks: list[Callable[[], Check]] = [
         _python,
         _torch,
@@ -71,7 +69,7 @@ def _python() -> Check:
 def _torch() -> Check:
     import torch
 
-    numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    numbers = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
     enough = numbers >= (2, 11)
     return Check(
         "torch", enough, torch.__version__ if enough else f"{torch.__version__}; pip install 'torch>=2.11'"
@@ -143,13 +141,13 @@ def _bf16() -> Check:
 
 
 def _ranks() -> Check:
-    from polyreme.launch.manner import RanksFailedError
+    from polyreme.launch.options import RanksFailedError
     from polyreme.launch.torchrun import launch
 
     try:
         launch(["-m", "polyreme.launch.probe"], ranks=2)
     except LaunchError as error:
-        if isinstance(error, RanksFailedError) and error.rank is None:  # a signal ended them: the user's wish
+        if isinstance(error, RanksFailedError) and error.rank is None:  # a signal of the user's ended them
             raise
         return Check(
             "ranks",

@@ -1,5 +1,5 @@
-"""Has whatever ends a run of `polyreme train` before its time say what is next, and remembers the command
-that was given.
+"""Add what to do next to whatever ends a run of `polyreme train` before its time, and remember the command
+that the user gave.
 
 Invariant: nothing heavy is imported before there is something to say."""
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def told(config: Config, speaks: bool, knows: bool) -> Iterator[None]:
-    """Add to an error that ends the training of `config` after its first step, or to a signal: its newest
-    complete checkpoint, and the command that goes on from it.
+def explained(config: Config, speaks: bool, knows: bool) -> Iterator[None]:
+    """Add a note to an error that ends the training of `config` after its first step, or to a signal: the
+    newest complete checkpoint, and the command that goes on from it.
 
-    speaks: whether this process is to say it, and no other. knows: whether its own command is what the user
+    `speaks`: whether this process is the one to say it. `knows`: whether its own command is what the user
     gave; ranks that it starts then know it, too."""
-    from polyreme.job.ended import standing
+    from polyreme.job.ended import checkpoint_entries
 
-    before = standing(config.checkpoint.folder)
+    before = checkpoint_entries(config.checkpoint.folder)
     log = Path(config.checkpoint.folder) / LOG_NAME
     written = log.stat().st_mtime_ns if log.exists() else None
     mine = knows and COMMAND not in os.environ
@@ -57,12 +57,12 @@ LOG_NAME = "log.jsonl"  # as polyreme.monitor has it, which imports torch
 
 
 def _has_step(log: Path, before: int | None) -> bool:
-    """Whether a run that began since the log was written `before` has done a step."""
+    """Return whether a run that began after the log was written at `before` has done a step."""
     text = log.read_text("utf-8", errors="replace") if log.stat().st_mtime_ns != before else ""
     return '"kind": "step"' in text.rpartition('"kind": "run"')[2]
 
 
 def typed() -> str:
-    """The command that this process was started by, as a shell takes it."""
+    """Return the command that started this process, as a shell takes it."""
     as_module = Path(sys.argv[0]).name == "__main__.py"
     return shlex.join([*(["python", "-m"] if as_module else []), "polyreme", *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""What becomes of --hostfile, --mpi and --ray of `polyreme launch` and `polyreme train`."""
+"""The implementation of --hostfile, --mpi and --ray of `polyreme launch` and `polyreme train`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def slots(options: Options, ranks: int | None) -> Active:
-    """The hosts and their slots: those of the hostfile that options leave, `ranks` of this
-    host, or of nodes that Ray is to choose."""
+    """Return the hosts and their slots: those of the hostfile that the options leave, `ranks` of this host,
+    or of nodes that Ray is to choose."""
     if options.ray:
         return {f"node {number}": list(range(ranks or 1)) for number in range(options.nodes or 1)}
     if options.hostfile is None:
@@ -55,10 +55,10 @@ def start(
     files: Sequence[str] = (),
     interrupt_saves: bool = False,
 ) -> signal.Signals | None:
-    """Run `python COMMAND` on the slots of `active`, and print what is started; with --dry-run, only that.
-    Returns the wish by which ranks saved and ended; `interrupt_saves`: see `Manner`."""
+    """Run `python COMMAND` on the slots of `active`, and print what is started; with --dry-run, only print
+    it. Returns the signal at which ranks saved and ended; `interrupt_saves`: see `LaunchOptions`."""
     from polyreme.launch import mpirun, several
-    from polyreme.launch.manner import Manner
+    from polyreme.launch.options import LaunchOptions
 
     more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     given = {**several.forwarded(options.env or ()), **(variables or {}), **more}
@@ -68,8 +68,8 @@ def start(
         if options.dry_run:
             return None
         return mpirun.run(library, request, saves=saves, interrupt_saves=interrupt_saves)
-    manner, port = Manner(interrupt_saves=interrupt_saves), options.port or 0
-    what = several.RankCommand(command, threads, saves, manner, files, variables=given, port=port)
+    launch_options, port = LaunchOptions(interrupt_saves=interrupt_saves), options.port or 0
+    what = several.RankCommand(command, threads, saves, launch_options, files, variables=given, port=port)
     if options.ray:
         from polyreme.launch import ray_cluster
 
@@ -87,7 +87,7 @@ def start(
 def _by_mpi(
     options: Options, active: Active, command: Sequence[str], variables: dict[str, str], ssh: Sequence[str]
 ) -> tuple[Library, Request]:
-    """What mpirun is asked for, which is shown."""
+    """Return the request to mpirun, and print its command."""
     from polyreme.launch import mpirun, several
 
     if path := several.python_path():

@@ -1,8 +1,7 @@
-"""A config as people and programs read it. Rendering only: facts come from `polyreme.config`,
+"""Show a config to people and programs. Rendering only: facts come from `polyreme.config`,
 `polyreme.pipeline` and `polyreme.planner.meta_model`.
 
-`python -m polyreme.cli.inspect docs/config.md` writes the key reference into that page again.
-"""
+`python -m polyreme.cli.inspect docs/config.md` writes the key reference into that page again."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from polyreme.cli import memory, translated
+from polyreme.cli.cluster import save
 from polyreme.cli.folding import Folded, count, some
 from polyreme.config import MOST_RANKS, Config
 from polyreme.config.describe import default, expects, toml
 from polyreme.config.schema import LEAVES, SECTIONS
-from polyreme.errors import ConfigError, PolyremeError, Problem
-from polyreme.files.direct_io import no_links
+from polyreme.errors import ConfigError, Problem
 from polyreme.layout.mesh_axes import lines
 from polyreme.pipeline import timeline
 from polyreme.pipeline.schedule import Schedule, build, check, stage_ranks
@@ -34,17 +33,17 @@ from polyreme.pipeline.simulate import Costs, Simulation, simulate
 
 if TYPE_CHECKING:
     from polyreme.compat.deepspeed.json_config import Note
+    from polyreme.sequence.choice import Choice
 
 BEGIN, END = "<!-- keys: begin, written by python -m polyreme.cli.inspect -->", "<!-- keys: end -->"
 STYLES = {"user": "bold green", "derived": "cyan", "default": "dim"}
 MOST_FORWARDS = 8192
-"""The most micro-batches of a step whose timeline is drawn: the time that takes grows faster than they do."""
+"""Most forwards of a step whose timeline is drawn, as the time for that grows faster than their number."""
 
 
 def render(config: Config, world_size: int, every: bool = False, describe: bool = False) -> Group:
-    """The resolved config as a table of key, value and origin: what differs from the defaults, or with
-    `every` all keys; with `describe` what each of them means is below it. Raises ConfigError where it cannot
-    run."""
+    """Return the resolved config as a table of key, value and origin: keys that differ from the defaults, or
+    with `every` all keys; with `describe` also what they mean. Raises ConfigError where it cannot run."""
     resolved = config.resolve(world_size)
     origins: dict[str, str] = dict(resolved.origins)
     shown = [key for key in LEAVES if every or origins[key] != "default"]
@@ -69,30 +68,30 @@ def render(config: Config, world_size: int, every: bool = False, describe: bool 
     for key, value, origin, _ in rows:
         # Text, not str: a value may hold brackets, which rich would take for markup.
         table.add_row(Text(key), Text(value, style=STYLES[origin]), origin)
-    parts: list[RenderableType] = [table]
+    lines: list[RenderableType] = [table]
     if describe:
         for key, _, _, description in rows:
-            parts += [Text(key, style="bold"), Padding(Text(description), (0, 0, 0, 4))]
+            lines += [Text(key, style="bold"), Padding(Text(description), (0, 0, 0, 4))]
     if len(shown) < len(LEAVES):
-        parts.append(
+        lines.append(
             Text(
                 f"{len(LEAVES) - len(shown)} other keys have their "
                 "defaults: --all shows them, --describe what keys mean"
             )
         )
-    return Group(*parts)
+    return Group(*lines)
 
 
 def axes(config: Config, world_size: int) -> dict[str, list[list[int]]]:
-    """The ranks that form each axis which has several, outermost axis first. Raises ConfigError where the
-    config cannot run."""
+    """Return the groups of ranks of each axis that has several, outermost axis first. Raises ConfigError
+    where the config cannot run."""
     mesh = config.resolve(world_size).mesh
     sizes: dict[str, int] = {name: getattr(mesh, name) for name in mesh.order}
     return {name: lines(sizes, mesh.order, name) for name in mesh.order if sizes[name] > 1}
 
 
 def rank_stages(config: Config) -> tuple[tuple[int, ...], ...]:
-    """The pipeline stages of each rank of axis pp, in its order: first stages first."""
+    """Return the pipeline stages of each rank of axis pp."""
     pipeline, pp = config.pipeline, config.mesh.pp
     rank_of = stage_ranks(config.schedule, pp, pipeline.virtual) if pp > 1 else (0,)
     return tuple(tuple(stage for stage, at in enumerate(rank_of) if at == rank) for rank in range(pp))
@@ -100,9 +99,9 @@ def rank_stages(config: Config) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class StageSummary:
-    """What a pipeline stage has: its rank on axis pp, its blocks by name, the parameters of these and of what
-    comes before and after all blocks (a parameter that several stages have counts on each), and their share
-    of the model's."""
+    """A pipeline stage: its rank on axis pp, its blocks by name, the parameters of these and of what comes
+    before and after all blocks (a parameter that several stages have counts on each), and their share of the
+    model's."""
 
     stage: int
     rank: int
@@ -112,8 +111,8 @@ class StageSummary:
 
 
 def stage_summaries(config: Config) -> list[StageSummary]:
-    """What each pipeline stage has, in their order; nothing without a pipeline, or where the config's model
-    is not known on this machine.
+    """Return a summary of each pipeline stage, in their order; none without a pipeline, or where the config's
+    model is not known on this machine.
 
     Raises ConfigError for a model that cannot be built, and ModelError for one that the mesh cannot
     divide."""
@@ -136,7 +135,18 @@ def stage_summaries(config: Config) -> list[StageSummary]:
     return found
 
 
-def _stage_table(parts: list[StageSummary], measured: bool) -> Table:
+def context_choice(config: Config) -> Choice | None:
+    """Return how attention is computed over context-parallel ranks, and why; None without them, or where the
+    config's model is not known on this machine. Raises ConfigError for one that they cannot divide."""
+    if config.mesh.cp == 1:
+        return None
+    from polyreme.planner.meta_model import attention, expected
+
+    model = expected(config.model, config.data)
+    return None if model is None else attention(model, config.mesh, config.context)
+
+
+def _stage_table(stages: list[StageSummary], measured: bool) -> Table:
     title = "pipeline stages on the ranks of a pp line" + (
         ", by parameters until blocks are measured" if measured else ""
     )
@@ -146,17 +156,17 @@ def _stage_table(parts: list[StageSummary], measured: bool) -> Table:
     table.add_column("blocks")
     for column in ("parameters", "share"):
         table.add_column(column, justify="right")
-    for part in sorted(parts, key=lambda part: (part.rank, part.stage)):
-        blocks = part.blocks[0] if len(part.blocks) == 1 else f"{part.blocks[0]} to {part.blocks[-1]}"
+    for stage in sorted(stages, key=lambda stage: (stage.rank, stage.stage)):
+        blocks = stage.blocks[0] if len(stage.blocks) == 1 else f"{stage.blocks[0]} to {stage.blocks[-1]}"
         table.add_row(
-            str(part.rank), str(part.stage), Folded(blocks), f"{part.parameters:,}", f"{part.share:.1%}"
+            str(stage.rank), str(stage.stage), Folded(blocks), f"{stage.parameters:,}", f"{stage.share:.1%}"
         )
     return table
 
 
 def render_axes(config: Config, world_size: int) -> Group:
-    """Which ranks form which axis, as a table, and which of a pipeline's ranks has which stages, with what is
-    in them where the model is known; nothing for a single rank.
+    """Return the ranks of each axis as a table, and the stages of a pipeline's ranks, with their contents
+    where the model is known; nothing for a single rank.
 
     Raises ConfigError where the config cannot run, and what `stage_summaries` raises."""
     found = axes(config, world_size)
@@ -169,40 +179,44 @@ def render_axes(config: Config, world_size: int) -> Group:
     for name, members in found.items():
         shown = [some([str(rank) for rank in line], " ") for line in members]
         table.add_row(name, str(len(members[0])), some(shown, "  |  "))
-    parts = stage_summaries(config)
-    if parts:
-        return Group(table, _stage_table(parts, config.pipeline.blocks == "time"))
+    parts: list[RenderableType] = [table]
+    if choice := context_choice(config):
+        parts.append(f"attention over cp: {choice.method}: {choice.reason}")
+    stages = stage_summaries(config)
+    if stages:
+        return Group(*parts, _stage_table(stages, config.pipeline.blocks == "time"))
     if config.mesh.pp == 1:
-        return Group(table)
+        return Group(*parts)
     each = [some([str(stage) for stage in own], " ") for own in rank_stages(config)]
-    return Group(table, f"pipeline stages on the ranks of a pp line: {some(each, '  |  ')}")
+    return Group(*parts, f"pipeline stages on the ranks of a pp line: {some(each, '  |  ')}")
 
 
 def config_as_json(config: Config, world_size: int, more: Mapping[str, Any] | None = None) -> str:
-    """The same as a JSON object: world_size, accumulation, axes (each axis of several ranks: the lists of
-    ranks that form it), stages (of each rank of axis pp), pipeline (what `stage_summaries` tells of each
-    stage), config, origins by dotted key, and `more`."""
+    """Return the same as a JSON object: world_size, accumulation, axes (for each axis of several ranks, the
+    lists of ranks that form it), stages (of each rank of axis pp), pipeline (the `stage_summaries`), context
+    (the `context_choice`), config, origins by dotted key, and `more`."""
     resolved = config.resolve(world_size)
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "world_size": world_size,
         "accumulation": resolved.accumulation,
         "axes": axes(config, world_size),
         "stages": rank_stages(resolved),
-        "pipeline": [asdict(part) for part in stage_summaries(resolved)],
-        "memory": [asdict(part) for part in memory.of_ranks(resolved)],
+        "pipeline": [asdict(stage) for stage in stage_summaries(resolved)],
+        "context": asdict(choice) if (choice := context_choice(resolved)) else None,
+        "memory": [asdict(rank) for rank in memory.of_ranks(resolved)],
         "config": resolved.model_dump(mode="json"),
         "origins": resolved.origins,
         **(more or {}),
     }
-    return json.dumps(told, indent=2, ensure_ascii=False)
+    return json.dumps(facts, indent=2, ensure_ascii=False)
 
 
 def step_table(config: Config, world_size: int | None = None) -> tuple[str, Schedule, Simulation]:
-    """The table of one step of one pipeline, simulated with the same time for every stage, and a title for
-    it.
+    """Return a title, the table of one step of one pipeline, and its simulation with the same time for every
+    stage.
 
-    world_size: None takes the smallest that the mesh fits. Raises ConfigError where the config cannot run on
-    it."""
+    `world_size`: None takes the smallest that the mesh fits. Raises ConfigError where the config cannot run
+    on it."""
     mesh = config.mesh
     others = mesh.tp * mesh.pp * mesh.cp * mesh.ep
     ranks = world_size or others * (1 if mesh.dp == "auto" else mesh.dp)
@@ -239,22 +253,22 @@ def step_table(config: Config, world_size: int | None = None) -> tuple[str, Sche
 
 
 def schedule_as_json(schedule: Schedule, simulation: Simulation) -> str:
-    """A table as a JSON object: rows (each rank's actions, with spaces between), and of the simulation total
-    (in forwards of a stage), bubble (of all ranks), bubbles and peak_activations (of each)."""
-    told: dict[str, Any] = {
+    """Return a table as a JSON object: rows (each rank's actions, separated by spaces), and of the simulation
+    total (in forwards of a stage), bubble (of all ranks), bubbles and peak_activations (of each)."""
+    facts: dict[str, Any] = {
         "rows": [" ".join(map(str, row)) for row in schedule],
         "total": simulation.total,
         "bubble": simulation.bubble_fraction,
         "bubbles": simulation.bubble,
         "peak_activations": simulation.peak,
     }
-    return json.dumps(told, indent=2)
+    return json.dumps(facts, indent=2)
 
 
 def show(
     config: Config, ranks: int, notes: Sequence[Note], as_json: bool, every: bool, describe: bool
 ) -> None:
-    """Print a config, for so many ranks, and what became of the keys of a DeepSpeed JSON."""
+    """Print a config for a number of ranks, and the translation of a DeepSpeed JSON's keys."""
     config, fits = memory.fitted(config.resolve(ranks))
     if as_json:
         more: dict[str, Any] = {"micro": fits}
@@ -263,22 +277,15 @@ def show(
     else:
         said = f"batch.micro = {config.batch.micro} is derived: {fits}" if fits is not None else ""
         shown = render(config, ranks, every, describe), Text(said)
-        parts = (*shown, render_axes(config, ranks), memory.render(config))
-        Console().print(translated.render(notes), *parts, sep="")
+        tables = (*shown, render_axes(config, ranks), memory.render(config))
+        Console().print(translated.render(notes), *tables, sep="")
 
 
 def draw(config: Config, ranks: int | None, svg: Path | None, as_json: bool) -> None:
-    """Print the timeline of a pipeline's step, and write it to `svg`."""
+    """Print the timeline of a pipeline's step, and write it to `svg` if that is given."""
     title, table, simulation = step_table(config, ranks)
     if svg:
-        try:
-            with open(svg, "w", encoding="utf-8", opener=no_links) as file:
-                file.write(timeline.svg(simulation, title))
-        except OSError as error:
-            raise PolyremeError(
-                f"cannot write --svg {svg}: {error.strerror}; name a file, "
-                "not a link or a pipe, in a folder that can be written"
-            ) from None
+        save("--svg", svg, timeline.svg(simulation, title))
     if as_json:
         typer.echo(schedule_as_json(table, simulation))
     else:
@@ -287,7 +294,7 @@ def draw(config: Config, ranks: int | None, svg: Path | None, as_json: bool) -> 
 
 
 def reference() -> str:
-    """Every key in Markdown: a table for each section, of what the key takes, its default and its
+    """Return every key in Markdown: a table for each section, with what the key takes, its default and its
     description."""
     root = [key for key in LEAVES if "." not in key]
     lines = ["### Top level", "", *_rows(root)]
@@ -307,7 +314,7 @@ def _rows(keys: list[str]) -> list[str]:
 
 
 def with_reference(page: str) -> str:
-    """`page` with the key reference between its two marks renewed."""
+    """Return `page` with the key reference between its two marks renewed."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{reference()}\n{END}{rest.split(END)[1]}"
 

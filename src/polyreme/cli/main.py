@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect as introspection
 import io
 import json
@@ -18,7 +19,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +29,7 @@ from typer.core import TyperGroup
 
 from polyreme.cli import cluster as clusters
 from polyreme.cli import endings, unknown_option
+from polyreme.cli.goals import Goals
 from polyreme.compat.finder import variables
 from polyreme.distributed.environment import LAUNCHED, Environment, detect
 from polyreme.distributed.failure import LAST
@@ -45,7 +48,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, which ty
 
 
 class _Commands(TyperGroup):
-    """Turns an error of ours into a message and an exit status."""
+    """The group of commands. Turns an error of Polyreme into a message and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -59,7 +62,7 @@ class _Commands(TyperGroup):
                 raise  # our launcher makes one report of all ranks
             if ctx.params["debug"]:
                 typer.echo(getattr(error, "traceback", None) or traceback.format_exc(), err=True)
-            # what the launcher says of ranks names them
+            # the launcher's errors name ranks already
             text = "\n".join([str(error), *getattr(error, "__notes__", ())])
             _report(
                 text,
@@ -92,7 +95,7 @@ class _Commands(TyperGroup):
 
 
 def _report(text: str, who: str = "", how: str = "error: ") -> None:
-    """An error, as any terminal can show it; `who` says which rank's it is."""
+    """Print an error as any terminal can show it; `who` names its rank."""
     shown = "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
     LAST.report = f"{who}{shown}"
     typer.secho(how, fg=typer.colors.RED, bold=True, nl=False, err=True)
@@ -100,8 +103,8 @@ def _report(text: str, who: str = "", how: str = "error: ") -> None:
 
 
 def _rank_of_several() -> str:
-    """Which rank speaks, where torchrun or the like started several and reports nothing of them but their
-    exit status."""
+    """Return the beginning of a message that names this rank, where torchrun or the like started several and
+    reports only their exit status; else ""."""
     try:
         environment = detect()
     except LaunchError:
@@ -141,7 +144,7 @@ def _options(
     limits.check()
     try:
         Path.cwd()
-    except OSError as error:  # in which torch's mathematics end the process, with a word about libraries
+    except OSError as error:  # libraries of torch end the process in such a folder
         raise PolyremeError(
             f"the current folder cannot be used ({error.strerror}): "
             "has it been deleted? Go to another one first"
@@ -193,33 +196,35 @@ def train(
 
     changes = [*(overrides or []), *_resume(resume, anew)]
     checked = Config.load(config, [*changes, *(["monitor.console=false"] if as_json else [])])
-    again = _Again(config, changes, as_json, stopped_status)
+    command = _TrainCommand(config, changes, as_json, stopped_status)
     if cluster.asked:
-        with endings.told(checked, speaks=not cluster.submits, knows=True):
-            again.on(cluster, checked, ranks)
-    if cluster.asked or _ended_or_told(checked, config, ranks):
+        with endings.explained(checked, speaks=not cluster.submits, knows=True):
+            command.on(cluster, checked, ranks)
+    if cluster.asked or _ended_or_announced(checked, config, ranks):
         return
     others = _hosts() if ranks is not None else None
     environment = detect() if others is None else Environment("launcher", 0, 1, 0, 1)
     started = _world_size(ranks, checked.launch.ranks, environment)
-    resolved = checked.resolve(started * (others.most if others else 1))
+    resolved = checked.settled(started * (others.most if others else 1))
     launched = LAUNCHED in os.environ  # by a launcher of ours, which speaks for all ranks
     speaks = not launched and (others is None or others.index == 0)
-    with endings.told(checked, speaks, knows=others is None and environment.alone and not stopped_status):
+    with endings.explained(
+        checked, speaks, knows=others is None and environment.alone and not stopped_status
+    ):
         # libraries print there, too
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             summary = _run(checked, resolved if started > environment.world_size or others else None, others)
         if summary is None:
-            again.here(resolved, started, others)
+            command.here(resolved, started, others)
     if summary is not None:
         if as_json and environment.rank == 0:
-            typer.echo(json.dumps(_plain(summary)))
+            typer.echo(json.dumps(dataclasses.asdict(summary)))
         _leave(summary.stopped, 0 if launched else 128 + signal.SIGINT, stopped_status)
 
 
 def _run(config: Config, resolved: Config | None, others: Hosts | None) -> Summary | None:
-    """Train in this process; for ranks that are to be started (`resolved`), look whether they can, and
-    whether the run has ended already: otherwise None."""
+    """Train in this process. For ranks that are to be started (`resolved`), check whether they can start, and
+    whether the run has ended already; returns None if it has not."""
     with importing():
         from polyreme.job import run as job
 
@@ -231,18 +236,18 @@ def _run(config: Config, resolved: Config | None, others: Hosts | None) -> Summa
 
 
 def _leave(stopped: str | None, interrupted: int, stopped_status: int) -> None:
-    """End with the status of a run that was `stopped` by a signal, if it was and there is one."""
+    """Exit with the status for a run that was `stopped` by a signal, if it was and there is one."""
     status = interrupted if stopped == signal.SIGINT.name else stopped_status
     if stopped is not None and status:
         raise typer.Exit(status)
 
 
-def _ended_or_told(config: Config, file: Path, ranks: int | None) -> bool:
-    """Say that the run has ended already, or else what is about to be done: torch takes seconds to import. Of
-    several ranks, or launchers, the first alone says it. Raises ConfigError."""
+def _ended_or_announced(config: Config, file: Path, ranks: int | None) -> bool:
+    """Print that the run has ended already, and return True; or else what is about to be done, as torch takes
+    seconds to import. Of several ranks, or launchers, only the first prints. Raises ConfigError."""
     try:
         environment = detect()
-    except LaunchError:  # which is for whoever starts the ranks to say
+    except LaunchError:  # the start of ranks reports it
         return False
     if environment.rank or LAUNCHED in os.environ or not config.monitor.console:
         return False
@@ -251,7 +256,7 @@ def _ended_or_told(config: Config, file: Path, ranks: int | None) -> bool:
         typer.echo(f"training as {shortened(str, file)} says, in the folder {folder}", err=True)
         return False
     count = _world_size(ranks, config.launch.ranks, environment)
-    resolved = config.resolve(count)
+    resolved = config.settled(count)
     from polyreme.job.ended import ended
 
     if (end := ended(resolved)) is not None:
@@ -263,7 +268,7 @@ def _ended_or_told(config: Config, file: Path, ranks: int | None) -> bool:
 
 
 def _resume(resume: str | None, anew: bool) -> Sequence[str]:
-    """What --resume and --no-resume change in the config."""
+    """Return the changes of the config that --resume and --no-resume make."""
     if resume is not None and anew:
         raise typer.BadParameter(
             "begin anew, or go on from PATH: give one of the two", param_hint="--no-resume"
@@ -274,7 +279,7 @@ def _resume(resume: str | None, anew: bool) -> Sequence[str]:
 
 
 def _hosts() -> Hosts | None:
-    """Find the place of this launcher among those of several hosts."""
+    """Return the place of this launcher among those of several hosts."""
     with importing():
         from polyreme.launch.hosts import hosts
 
@@ -282,8 +287,8 @@ def _hosts() -> Hosts | None:
 
 
 def _world_size(asked: int | None, configured: int | None, environment: Environment) -> int:
-    """How many ranks train: those that were started already, or else `asked` (-n), or else `configured`
-    (launch.ranks)."""
+    """Return how many ranks train: those that were started already, or else `asked` (-n), or else
+    `configured` (launch.ranks)."""
     if environment.alone:
         return asked or configured or 1
     if asked not in (None, environment.world_size):
@@ -294,15 +299,9 @@ def _world_size(asked: int | None, configured: int | None, environment: Environm
     return environment.world_size
 
 
-def _plain(summary: Any) -> Mapping[str, Any]:
-    if dataclasses.is_dataclass(summary) and not isinstance(summary, type):
-        return dataclasses.asdict(summary)
-    return dict(summary or {})
-
-
 @dataclasses.dataclass(frozen=True)
-class _Again:
-    """`polyreme train`, as it is run again elsewhere."""
+class _TrainCommand:
+    """The command `polyreme train`, to be run by ranks here or on other hosts."""
 
     config: Path
     changes: Sequence[str]
@@ -310,7 +309,7 @@ class _Again:
     stopped_status: int
 
     def arguments(self, config: Path, *more: str) -> list[str]:
-        """Arguments of `polyreme` that run it."""
+        """Return the words after `polyreme` that make this command: "train", the config and its options."""
         sets = [argument for change in self.changes for argument in ("--set", change)]
         return ["train", str(config), *sets, *(["--json"] if self.as_json else []), *more]
 
@@ -318,17 +317,17 @@ class _Again:
         """Run it on ranks of this host."""
         with importing():
             from polyreme.job import resume
-            from polyreme.launch.manner import RanksFailedError
-            from polyreme.launch.signals import WISHES
+            from polyreme.launch.options import RanksFailedError
+            from polyreme.launch.signals import SAVE_SIGNALS
             from polyreme.launch.torchrun import launch as start
-            from polyreme.launch.torchrun import manner_here
+            from polyreme.launch.torchrun import options_here
 
         command = ["-m", "polyreme", *self.arguments(self.config)]
         try:
-            manner = dataclasses.replace(manner_here(), interrupt_saves=True)
-            wish = start(command, ranks, saves=True, manner=manner, hosts=others)
+            options = dataclasses.replace(options_here(), interrupt_saves=True)
+            stopped_by = start(command, ranks, saves=True, options=options, hosts=others)
         except RanksFailedError as error:
-            if self.stopped_status and error.exit_status in {128 + number for number in WISHES}:
+            if self.stopped_status and error.exit_status in {128 + number for number in SAVE_SIGNALS}:
                 _report(str(error))
                 raise typer.Exit(self.stopped_status) from None
             if error.out_of_memory:
@@ -337,13 +336,13 @@ class _Again:
                 world = ranks * (others.most if others else 1)
                 error.add_note(f"what takes less: {'; '.join(takes_less(resolved, world, host=True))}")
             raise
-        if wish == signal.SIGINT:
+        if stopped_by == signal.SIGINT:
             raise typer.Exit(128 + signal.SIGINT)
         if self.stopped_status and not resume.find_beginning(resolved).finished:
             raise typer.Exit(self.stopped_status)
 
     def on(self, cluster: clusters.Options, config: Config, asked: int | None) -> None:
-        """Hand it to a cluster, which starts it again until the run has ended."""
+        """Submit it to a cluster, which starts it again until the run has ended."""
         from polyreme.launch.requests import STOPPED
 
         if self.stopped_status:
@@ -360,7 +359,7 @@ class _Again:
                 param_hint="--no-resume (checkpoint.resume)",
             )
         ranks = asked or config.launch.ranks or 1
-        config.resolve(ranks * cluster.hosts)
+        config.settled(ranks * cluster.hosts)
         if cluster.kubernetes:
             there, more, folders = clusters.in_pods(self.config, config)
         else:
@@ -375,12 +374,74 @@ class _Again:
             from polyreme.cli import hosts
 
             active = hosts.slots(cluster, asked or config.launch.ranks)
-            config.resolve(sum(map(len, active.values())))
+            config.settled(sum(map(len, active.values())))
         command = ["-m", "polyreme", *self.arguments(self.config)]
         files = [str(self.config)]
-        wish = hosts.start(cluster, active, command, saves=True, files=files, interrupt_saves=True)
-        if wish == signal.SIGINT:
+        stopped_by = hosts.start(cluster, active, command, saves=True, files=files, interrupt_saves=True)
+        if stopped_by == signal.SIGINT:
             raise typer.Exit(128 + signal.SIGINT)
+
+
+class _Mode(StrEnum):
+    structure = "structure"
+    numerics = "numerics"
+
+
+@app.command()
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--ranks", min=1, help="Ranks to start here.", show_default="launch.ranks, or 1"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    mode: Annotated[
+        _Mode, typer.Option(help="Compute in float64; or in the config's own dtype.")
+    ] = _Mode.structure,
+    shrink: Annotated[
+        bool | None,
+        typer.Option(
+            "--shrink/--whole",
+            help="Verify a smaller model by the same code; or the whole one.",
+            show_default="smaller where the whole one does not fit",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    result: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Prove that the run of CONFIG computes what one device computes: losses, norms, gradients and weights.
+
+    It takes some steps as CONFIG says, on the model and data of CONFIG, and the same in plain PyTorch on one
+    device. Where they differ it says which module is the first, and in what: its forward, its backward, the
+    reduction of a gradient, or the update. The status is 0 if they are equal, 1 if they differ, 2 for a
+    config that cannot run.
+
+    With -n it starts the ranks itself; started by torchrun, srun, mpirun or `polyreme launch -m polyreme
+    verify CONFIG`, it is one of their ranks."""
+    from polyreme.config import Config
+
+    checked = Config.load(config, overrides or [])
+    environment = detect()
+    count = _world_size(ranks, checked.launch.ranks, environment)
+    checked.resolve(count)
+    with importing():
+        from polyreme.cli import verify as verification
+        from polyreme.job import run as job
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        if count > environment.world_size:
+            job.check_sources(checked)
+            job.check_division(checked)
+            sets = [argument for change in overrides or [] for argument in ("--set", change)]
+            size = [] if shrink is None else ["--shrink" if shrink else "--whole"]
+            options = ["--steps", str(steps), "--mode", mode.value, *size]
+            verdict = verification.start(["verify", str(config), *sets, *options], count)
+        else:
+            verdict = verification.run(checked, steps, mode.value, shrink)
+    if environment.rank == 0:
+        verification.show(verdict, as_json, result)
+    if verdict.exit_status and result is None:
+        raise typer.Exit(verdict.exit_status)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -433,7 +494,7 @@ def launch(
             from polyreme.cli import hosts
         files = [] if module else [script]
         active = hosts.slots(cluster, ranks)
-        with _told_to_save(saves):
+        with _save_explained(saves):
             hosts.start(cluster, active, command, threads=threads, saves=saves, variables=door, files=files)
         return
     ranks = ranks or 1
@@ -447,18 +508,18 @@ def launch(
         return
     with importing():
         from polyreme.launch.torchrun import launch as start
-        from polyreme.launch.torchrun import manner_here
+        from polyreme.launch.torchrun import options_here
 
     others = _hosts()
-    with _told_to_save(saves):
-        start(command, ranks, threads=threads, saves=saves, manner=manner_here(door), hosts=others)
+    with _save_explained(saves):
+        start(command, ranks, threads=threads, saves=saves, options=options_here(door), hosts=others)
 
 
 @contextlib.contextmanager
-def _told_to_save(saves: bool) -> Iterator[None]:
-    """Say of a script that a wish to save ended what it lacks."""
-    from polyreme.launch.manner import RanksFailedError
-    from polyreme.launch.signals import WISHES
+def _save_explained(saves: bool) -> Iterator[None]:
+    """Add to the error of a script that a request to save ended what the script lacks."""
+    from polyreme.launch.options import RanksFailedError
+    from polyreme.launch.signals import SAVE_SIGNALS
 
     try:
         yield
@@ -467,7 +528,7 @@ def _told_to_save(saves: bool) -> Iterator[None]:
             from polyreme.config.advice import KEYS
 
             error.add_note(f"what takes less, in the config of polyreme.initialize: {KEYS}")
-        if saves and error.exit_status in {128 + number for number in WISHES}:
+        if saves and error.exit_status in {128 + number for number in SAVE_SIGNALS}:
             more = (
                 "they have not saved: let SCRIPT call engine.ask_to_stop in a handler of SIGTERM and "
                 "SIGUSR1, and save and exit with status 75 where a step's result has `stop`"
@@ -595,6 +656,65 @@ def inspect(
 
 
 @app.command()
+@functools.partial(clusters.with_options, options=Goals, parameter="goals")
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A config: .toml, .yaml or .json; needed but with --measure.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--ranks", min=1, help="Ranks of the job.", show_default="launch.ranks, or else 1"
+        ),
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="A preset (h100, a100, ...), or a description in TOML.")
+    ] = "h100",
+    tries: Annotated[
+        int, typer.Option(min=1, help="Layouts to run dry at most, for keys that are auto.")
+    ] = 64,
+    as_json: AsJson = False,
+    *,
+    goals: Goals,
+) -> None:
+    """Show what a job takes and how long its steps run, without its devices.
+
+    The engine's own step runs on one rank of each kind, on tensors without numbers: memory and traffic are
+    those of the job. Seconds are those of the cluster's description. Where mesh.tp, mesh.pp,
+    pipeline.virtual, memory.states, memory.params or memory.activations is "auto", the fastest layout that
+    fits is chosen, with zero.stage and batch.micro if they are "auto"; with --cheapest also the number of
+    ranks. The status is 1 where none fits, or none meets the deadline.
+
+    --measure alone, also started by `polyreme launch -m` or mpirun, describes a machine or a cluster."""
+    goals.check()
+    if config is None and goals.measure is None:
+        raise typer.BadParameter("give a config to plan, or --measure FILE", param_hint="CONFIG")
+    from polyreme.config import Config
+
+    loaded = None if config is None else Config.load(config, overrides or [])
+    ranks = ranks or (loaded and loaded.launch.ranks) or 1
+    if goals.measure is not None:
+        from polyreme.cli.measured import describe
+
+        if not describe(goals.measure, ranks):
+            return
+        cluster = str(goals.measure)
+    if loaded is None or config is None:
+        return
+    from polyreme.cli import plan as planning
+
+    request = planning.Request(config, loaded, ranks, cluster, tries, goals)
+    if not planning.show(request, as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(
     as_json: AsJson = False,
     hostfile: Annotated[
@@ -642,8 +762,8 @@ def doctor(
         if not as_json:  # at once: the last one takes seconds
             local.show(check, wide)
     if as_json:
-        told = [dataclasses.asdict(check) for check in checks]
-        typer.echo(json.dumps({"checks": told, **more} if more else told, indent=2))
+        facts = [dataclasses.asdict(check) for check in checks]
+        typer.echo(json.dumps({"checks": facts, **more} if more else facts, indent=2))
     if failed := sum(not check.ok for check in checks):
         if more:  # whoever started the ranks reports it
             raise LaunchError(f"{failed} of {len(checks)} checks failed: see above")
@@ -655,10 +775,10 @@ for _each in app.registered_commands:  # typer keeps line breaks within all para
 
 
 def main() -> None:
-    """The entry point."""
-    if os.environ.get("COLUMNS", "1").strip("0") == "":  # a terminal of no width, in which nothing is shown
+    """Run the command line."""
+    if os.environ.get("COLUMNS", "1").strip("0") == "":  # a terminal of width 0 would show nothing
         del os.environ["COLUMNS"]
     for stream in sys.stdout, sys.stderr:
         if isinstance(stream, io.TextIOWrapper) and stream.encoding != "utf-8":
-            stream.reconfigure(errors="backslashreplace")  # what cannot be shown ends no run
+            stream.reconfigure(errors="backslashreplace")  # unencodable output must not end a run
     app(prog_name="polyreme")

@@ -1,4 +1,4 @@
-"""What ranks will have in memory, as people and programs read it. Rendering only: figures come from
+"""Show the memory that ranks will need to people and programs. Rendering only: figures come from
 `step.memory.dry_run` and `placement.memory_model`."""
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from polyreme.layout.mesh_axes import lines
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What a rank of axis pp, the first one on every other axis, will have in memory.
+    """The memory of a rank of axis pp, the first one on every other axis.
 
-    rank: its place on axis pp; parameters: how many numbers of the model it works on; memory: bytes between
-    steps, as `Engine.memory` has them, and working_set: the most bytes that a step takes, as
-    `Engine.working_set` has them, both by category and without activations."""
+    `rank`: its place on axis pp. `parameters`: how many numbers of the model it works on. `memory`: bytes
+    between steps, as `Engine.memory` has them. `working_set`: the most bytes that a step takes, as
+    `Engine.working_set` has them. Both are by category and without activations."""
 
     rank: int
     parameters: int
@@ -29,25 +29,25 @@ class RankMemory:
     working_set: dict[str, int]
 
     @property
-    def coming(self) -> int:
-        """Bytes of the device that come in a step, and go again."""
+    def transient(self) -> int:
+        """Bytes of the device that a step allocates and frees again."""
         return sum(self.working_set[each] - self.memory[each] for each in ("parameters", "gradients"))
 
     @property
     def device(self) -> int:
-        """All bytes of the device."""
+        """The most bytes of the device that a step takes, without activations."""
         here = ("parameters", "gradients", "states", "buffers")
-        return sum(self.memory[each] for each in here) + self.coming
+        return sum(self.memory[each] for each in here) + self.transient
 
     @property
     def files(self) -> int:
-        """All bytes of files."""
+        """Bytes in files."""
         return sum(size for each, size in self.memory.items() if each.endswith("_files"))
 
 
 def of_ranks(config: Config) -> list[RankMemory]:
-    """What each rank of axis pp will have, in their order, under a resolved config; nothing where its model
-    is not known on this machine. Raises what `initialize` would of the model."""
+    """Return the memory of each rank of axis pp, in their order, under a resolved config; none where its
+    model is not known on this machine. Raises what `initialize` would raise about the model."""
     if config.model.path is None and config.model.config is None:
         return []
     # only here: most configs are shown without torch
@@ -63,14 +63,15 @@ def of_ranks(config: Config) -> list[RankMemory]:
             return []
         placed = place(model, run_settings(config), rank)
         works = working_set(placed.placement, config.zero.prefetch)
-        works["states"] += placed.updates.nbytes
+        works["states"] += placed.sharded_optimizer.nbytes
         found.append(RankMemory(at, placed.parameters, placed.memory, works))
     return found
 
 
 def fitted(config: Config) -> tuple[Config, str | None]:
-    """A resolved config with the micro-batches that fit ranks on this machine, and why; None where the config
-    says how large they are, or names no model. Where nothing fits, ranks are meant to be elsewhere."""
+    """Return a resolved config with micro-batches that fit ranks on this machine, and the reason; None where
+    the config gives their size, or names no model. Where nothing fits, the config stays as it is, since its
+    ranks may be on another machine."""
     if config.origins["batch.micro"] != "derived" or (config.model.path is config.model.config is None):
         return config, None
     # only here: most configs are shown without torch
@@ -83,38 +84,38 @@ def fitted(config: Config) -> tuple[Config, str | None]:
 
 
 COLUMNS: dict[str, Callable[[RankMemory], int]] = {
-    "weights": lambda part: part.memory["parameters"] + part.memory["buffers"],
-    "gradients": lambda part: part.memory["gradients"],
-    "states": lambda part: part.memory["states"],
-    "in a step": lambda part: part.coming,
-    "device": lambda part: part.device,
-    "host": lambda part: part.working_set["tiers"],
-    "files": lambda part: part.files,
+    "weights": lambda rank: rank.memory["parameters"] + rank.memory["buffers"],
+    "gradients": lambda rank: rank.memory["gradients"],
+    "states": lambda rank: rank.memory["states"],
+    "in a step": lambda rank: rank.transient,
+    "device": lambda rank: rank.device,
+    "host": lambda rank: rank.working_set["tiers"],
+    "files": lambda rank: rank.files,
 }
-"""What is told of a rank. host: with the memory through which files go."""
+"""The columns about a rank. "host" includes the memory through which files go."""
 
 
 def render(config: Config) -> Group:
-    """What ranks will have, as a table; see `of_ranks`."""
-    parts = of_ranks(config)
-    if not parts:
+    """Return the memory of ranks as a table; see `of_ranks`."""
+    ranks = of_ranks(config)
+    if not ranks:
         return Group()
     shown = {
-        name: [value(part) for part in parts]
+        name: [value(rank) for rank in ranks]
         for name, value in COLUMNS.items()
-        if name not in ("host", "files") or any(value(part) for part in parts)
+        if name not in ("host", "files") or any(value(rank) for rank in ranks)
     }
     table = Table(
         title="memory of a rank, beside activations"
-        + (", by its place on axis pp" if len(parts) > 1 else ""),
+        + (", by its place on axis pp" if len(ranks) > 1 else ""),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 0 if len(shown) > 5 else 1),  # all are as wide as a terminal
     )
-    for name in (*(("pp",) if len(parts) > 1 else ()), "parameters", *shown):
+    for name in (*(("pp",) if len(ranks) > 1 else ()), "parameters", *shown):
         table.add_column(name, justify="right")
-    for at, part in enumerate(parts):
-        place = (str(part.rank),) if len(parts) > 1 else ()
-        table.add_row(*place, decimal(part.parameters), *(binary(column[at]) for column in shown.values()))
+    for at, rank in enumerate(ranks):
+        place = (str(rank.rank),) if len(ranks) > 1 else ()
+        table.add_row(*place, decimal(rank.parameters), *(binary(column[at]) for column in shown.values()))
     return Group(table)

@@ -1,9 +1,10 @@
-"""A DeepSpeed JSON as people read it, key by key, and a config of ours as a TOML file. Rendering only: what
-becomes of a key is for `polyreme.compat.deepspeed.json_config`."""
+"""Show the translation of a DeepSpeed JSON key by key, and write a config as a TOML file. Rendering only:
+`polyreme.compat.deepspeed.json_config` translates."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 STYLES = {"translated": "bold green", "kept": "green", "warned": "bold yellow", "nothing to do": "dim"}
 WIDTH = 42
-"""Columns for a key and its value: the rest of 80 says what it became."""
+"""Columns for a key and its value; the rest of 80 shows what it became."""
 
 
 def load(
     path: Path, overrides: Sequence[str], ranks: int, fill_auto: bool = False
 ) -> tuple[Config, list[Note]]:
-    """The config in a file, and of a DeepSpeed JSON what became of its keys for a number of ranks. fill_auto:
-    "auto" stands for the Trainer's default.
+    """Return the config in a file, and for a DeepSpeed JSON notes on what became of its keys for a number of
+    ranks. `fill_auto`: "auto" stands for the Trainer's default.
 
     Raises ConfigError."""
     if path.suffix.lower() == ".json":
@@ -42,7 +43,7 @@ def load(
 
 
 def render(found: Sequence[Note]) -> Group:
-    """What became of each key, as a table, section by section; nothing of a config of ours."""
+    """Return a table of what became of each key, section by section; empty for a config of Polyreme."""
     if not found:
         return Group()
     table = Table(title="keys of DeepSpeed", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -67,7 +68,7 @@ def render(found: Sequence[Note]) -> Group:
 
 
 def as_toml(config: Config) -> str:
-    """What of a config is set, as TOML that `Config.load` reads to the same."""
+    """Return the keys of a config that are set, as TOML that `Config.load` reads to the same."""
     tree: dict[str, Any] = config.model_dump(exclude_unset=True)
     lines = [f"{key} = {toml(value)}" for key, value in tree.items() if not isinstance(value, dict)]
     for section, keys in tree.items():
@@ -83,4 +84,13 @@ def write(config: Config, file: Path, source: Path) -> None:
         with file.open("x", encoding="utf-8") as out:
             out.write(f"# {file.name}: from {printable(source.name)}\n\n{as_toml(config)}")
     except FileExistsError:
-        raise PolyremeError(f"--write {file}: it is there already; name another file, or move it") from None
+        raise PolyremeError(_THERE.format("--write", file)) from None
+
+
+def refuse_existing(file: Path, option: str = "--write") -> None:
+    """Raise PolyremeError where there is something at the path that `option` says to write to."""
+    if os.path.lexists(file):
+        raise PolyremeError(_THERE.format(option, file))
+
+
+_THERE = "{} {}: it is there already; name another file, or move it"

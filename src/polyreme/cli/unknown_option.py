@@ -1,16 +1,16 @@
-"""What an option that a command does not have is for: one of another launcher's, or a key of the config."""
+"""Explain an option that a command does not have: it may be another launcher's, or a key of the config."""
 
 from __future__ import annotations
 
 from typing import Any
 
 RANKS = {"nproc_per_node", "nproc", "np", "num_processes", "num_gpus", "world_size", "ntasks", "devices"}
-"""How other launchers call the number of ranks of a host."""
+"""Names that other launchers give to the number of ranks of a host."""
 NODES = {"nnodes", "num_nodes", "num_machines"}
 
 
 def explain(error: Any) -> None:
-    """Say in a usage error of an unknown option what does what it is for, where that is known."""
+    """Add to the usage error of an unknown option which option or key does the same, where that is known."""
     if not hasattr(error, "possibilities") or error.ctx is None:
         return
     name = error.option_name.lstrip("-").replace("-", "_")
@@ -29,12 +29,14 @@ def explain(error: Any) -> None:
 
 
 def _key(name: str) -> str | None:
-    """The key of the config that is called so, and how to write its value; None where there is none."""
-    from polyreme.config.loading import ELSEWHERE, EPOCHS
+    """Return the key of the config with this name, and how to write its value; None if there is none."""
+    from polyreme.config.loading import ACCUMULATION, ELSEWHERE, EPOCHS
     from polyreme.config.schema import LEAVES, SECTIONS
 
     if name in EPOCHS:
         return 'train.length="N samples", N being the number of epochs times that of samples in the data'
+    if name in ACCUMULATION:
+        return "batch.micro=N, N being batch.size / (dp x the micro-batches of a step on each rank)"
     named = [key for key in LEAVES if name in (key, key.replace(".", "_"))]
     named += [key for key in (ELSEWHERE.get(name),) if key is not None]
     alike = [key for key in LEAVES if key.rpartition(".")[2] == name]

@@ -1,2 +1,2 @@
-"""Front doors of other systems: their names and calls, translated to Polyreme's own. A door holds no
-mechanism: what it needs and Polyreme lacks is added to the engine."""
+"""Packages with the names and functions of other systems, each of which calls Polyreme's own ("doors"). A
+door does no work of its own: what it needs and Polyreme lacks is added to Polyreme."""

@@ -1,5 +1,5 @@
-"""What `importlib.metadata` tells of a system whose names a door of Polyreme's answers: a distribution that
-is installed nowhere."""
+"""The distribution that `importlib.metadata` finds for a system whose names one of the doors has, which is
+installed nowhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def normalized(name: str) -> str:
-    """A distribution's name as it is compared (PEP 503)."""
+    """Return a distribution's name in the form in which names are compared (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -1,5 +1,5 @@
-"""Answers `import deepspeed[.x.y]` with the modules of `polyreme.compat.deepspeed`, and
-`importlib.metadata` with a distribution of that name.
+"""Make `import deepspeed[.x.y]` find the modules of `polyreme.compat.deepspeed`, among them those of its
+table `names`, and `importlib.metadata` a distribution of that name.
 
 Invariants: a module is one object under both names, and keeps its own `__name__` and `__spec__`; nothing of
 Python or of a library is patched; no module is imported before it is asked for; a system of that name that
@@ -14,7 +14,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ DOORS = "POLYREME_DOORS"
 """The variable that names the doors (with commas between) that Python processes open as they start."""
 
 VERSIONS = {"deepspeed": "0.19.8"}
-"""The doors that there are, and the version of each system whose names it has."""
+"""The names of the doors, and for each the version of the system whose names it has."""
 
 SITE = Path(__file__).with_name("site")
 """The folder of the `sitecustomize` that opens doors, for PYTHONPATH."""
@@ -38,19 +38,20 @@ _LOOKED = ("accelerate", "transformers.integrations.deepspeed")
 
 
 class DoorError(PolyremeError, ImportError):
-    """A door that cannot be opened where something else of its name is, or was looked for, already."""
+    """The error of a door that cannot be opened, as another module of its name is imported, or was looked
+    for, already."""
 
 
 class MissingModuleError(DoorError, ModuleNotFoundError):
-    """A module of the other system that its door does not have."""
+    """The error of a module of the other system that its door does not have."""
 
 
 def install(name: str) -> None:
-    """Have `import NAME` find Polyreme's door of that name, in this process and in the Python processes that
-    it starts. Again is harmless.
+    """Make `import NAME` find Polyreme's door of that name, in this process and in the Python processes that
+    it starts. A second call does no harm.
 
-    Raises DoorError where another module of that name is imported already, or libraries that use it have
-    looked for it and found none."""
+    Raises DoorError if another module of that name is imported already, or libraries that use it have looked
+    for it."""
     target = f"{__package__}.{name}"
     if name in sys.modules and sys.modules[name] is not sys.modules.get(target):
         where = getattr(sys.modules[name], "__file__", None) or repr(sys.modules[name])
@@ -70,8 +71,8 @@ def install(name: str) -> None:
 
 
 def variables(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables with which Python processes open the door `name` as they start; those that are `inherited`
-    keep their part in them."""
+    """Return the environment variables by which Python processes open the door `name` as they start. They
+    keep the values that are `inherited`, and add to them."""
     doors = [door for door in inherited.get(DOORS, "").split(",") if door and door != name]
     paths = inherited.get("PYTHONPATH", "")
     others = [path for path in paths.split(os.pathsep) if path != str(SITE)] if paths else []
@@ -88,23 +89,20 @@ class Door:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of `deepspeed[.x.y]`, whose loader gives Polyreme's module; None for any other name.
+        """Return the spec of `deepspeed[.x.y]`, whose loader returns Polyreme's module; None for any other
+        name.
 
-        Raises MissingModuleError where the door has no such module."""
+        Raises MissingModuleError if the door has no such module."""
         if fullname != self.name and not fullname.startswith(f"{self.name}."):
             return None
         own = importlib.util.find_spec(self.target + fullname[len(self.name) :])
         if own is None:
             raise self._missing(fullname)
-        loader: Any = _OtherName(own)
-        spec = ModuleSpec(fullname, loader, origin=own.origin)
-        spec.submodule_search_locations = own.submodule_search_locations
-        spec.has_location = own.has_location
-        return spec
+        return _OtherName(own).spec(fullname)
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        """The distribution `name`, where it is asked for by name or with all others; none where folders are
-        given, as it lies in none."""
+        """Return the distribution `name` if it is asked for by name, or with all others; nothing if folders
+        are given, as it lies in none."""
         from polyreme.compat.distribution import DoorDistribution, normalized
 
         if "path" in vars(context) or (context.name and normalized(context.name) != self.name):
@@ -114,7 +112,9 @@ class Door:
     def _missing(self, fullname: str) -> MissingModuleError:
         parent = fullname.rpartition(".")[0]
         package = importlib.import_module(self.target + parent[len(self.name) :])
-        there = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+        below = {module.name for module in pkgutil.iter_modules(package.__path__)}
+        rows = (row.rpartition(".") for row in importlib.import_module(f"{self.target}.names").SAME)
+        there = sorted(below | {name for above, _, name in rows if f"{self.name}.{above}" == parent})
         return MissingModuleError(
             f"No module named {fullname!r}: `import {self.name}` is answered by Polyreme ({self.target}), "
             f"which does not have this module of {self.name} {self.version}. "
@@ -124,11 +124,68 @@ class Door:
         )
 
 
+class Names:
+    """A finder (of `sys.meta_path`) of those modules in a door's `package` that are no files, but rows of its
+    `table` (such as `deepspeed.names`): further paths of its modules, and modules whose names are all
+    refused."""
+
+    def __init__(self, package: str, table: Any) -> None:
+        self.package, self.table = package, table
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module that has a row, or of a file with rows inside it, which becomes a
+        package; None for others."""
+        if not fullname.startswith(f"{self.package}."):
+            return None
+        name = fullname[len(self.package) + 1 :]
+        if name in self.table.SAME:
+            own = importlib.util.find_spec(f"{self.package}.{self.table.SAME[name]}")
+            return None if own is None else _OtherName(own).spec(fullname)
+        if not self.table.has_below(name):
+            return None  # which leaves it to the other finders
+        loader: Any = _Refused(name, self.table)
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None:  # none, or a folder that is left from a module of before
+            spec = ModuleSpec(fullname, loader)
+        if spec.submodule_search_locations is None:
+            spec.submodule_search_locations = []
+        return spec
+
+
+class _Refused:
+    """A loader of a module whose every name is a stand-in, which raises UnsupportedError when it is
+    called."""
+
+    def __init__(self, name: str, table: Any) -> None:
+        self.name, self.table = name, table
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def get(name: str) -> Any:
+            if (found := self.table.refused_name(self.name, name)) is None:
+                raise AttributeError(f"{module.__name__} has no {name!r}")
+            return found
+
+        module.__getattr__ = get  # type: ignore[method-assign]
+
+
 class _OtherName:
-    """A loader that gives a module which has a name of its own."""
+    """A loader that returns a module under another name than its own."""
 
     def __init__(self, own: ModuleSpec) -> None:
         self._own = own
+
+    def spec(self, fullname: str) -> ModuleSpec:
+        """Return the module's spec under the other name."""
+        loader: Any = self
+        spec = ModuleSpec(fullname, loader, origin=self._own.origin)
+        spec.submodule_search_locations = self._own.submodule_search_locations
+        spec.has_location = self._own.has_location
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._own.name)
@@ -139,7 +196,7 @@ class _OtherName:
         module.__spec__ = self._kept
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For `python -m`."""
+        """Return the module's code, which `python -m` runs."""
         code: CodeType | None = self._inspect().get_code(self._own.name)
         return code
 

@@ -1,7 +1,6 @@
-"""What a config could say otherwise to take less memory.
+"""Proposes changes of a config that take less memory.
 
-Invariant: each proposal is a value that the config could have as it is, and that changes something. No
-communication."""
+Invariant: each proposal is valid in the config as it is, and changes something. No communication."""
 
 from __future__ import annotations
 
@@ -11,16 +10,24 @@ from polyreme.config import Config
 from polyreme.config.describe import toml
 
 FOLDER = "./offload"
-"""Stands for a folder on a fast local disk."""
+"""The example of a folder on a fast local disk."""
 KEYS = "batch.micro, memory.activations, zero.stage, memory.states and memory.params"
-"""Where the config is not known."""
+"""The keys to name where the config is not known."""
 
 
 def takes_less(config: Config, world_size: int, host: bool) -> list[str]:
-    """Changes of the resolved `config`, a line each, that take less memory: of the host, or of an
+    """List changes of the resolved `config`, one a line, that take less memory: of the host, or else of an
     accelerator."""
     return [
         f"{key} = {toml(value)} (now {toml(config.value(key))})"
+        for key, value in changes(config, world_size, host)
+    ]
+
+
+def changes(config: Config, world_size: int, host: bool) -> list[tuple[str, object]]:
+    """List the keys and values of `takes_less`."""
+    return [
+        (key, value)
         for key, value in _changes(config, host)
         if not config._replaced({key: value}).problems(world_size)
     ]

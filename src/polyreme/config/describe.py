@@ -1,4 +1,4 @@
-"""What a key takes and has, in words and in TOML."""
+"""Describes the values of a key, in words and in TOML."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from polyreme.config.duration import Duration
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 """A key that TOML takes without quotes."""
 HUGE = 2**31 - 1
-"""A limit from here on only refuses mistakes, and goes unsaid."""
+"""Limits from here on only refuse mistakes, and are not described."""
 
 
 def default(field: FieldInfo) -> Any:
-    """The value that the key has where nobody writes it."""
+    """Return the default value of a key."""
     return field.get_default(call_default_factory=True)
 
 
 def example(field: FieldInfo) -> Any:
-    """A value that the key may have: its example where it has one, else its default."""
+    """Return an example of a key's value: the field's own where it has one, else its default."""
     return field.examples[0] if field.examples else default(field)
 
 
 def expects(field: FieldInfo) -> str:
-    """What a key takes, in words: 'an integer of at least 1 or "auto"'."""
+    """Describe the values that a key takes, in words: 'an integer of at least 1 or "auto"'."""
     return _type_description(field.annotation, field.metadata)
 
 
@@ -70,7 +70,7 @@ def _type_description(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def toml(value: object) -> str:
-    """`value` as TOML writes it."""
+    """Return `value` as TOML writes it."""
     if value is None:
         return '"none"'
     if isinstance(value, ByteSize):

@@ -11,7 +11,7 @@ Unit = Literal["steps", "samples", "tokens"]
 
 
 class Progress(NamedTuple):
-    """How far training has come: optimizer steps, samples and tokens over all ranks."""
+    """The progress of training: optimizer steps, samples and tokens over all ranks."""
 
     steps: int = 0
     samples: int = 0
@@ -44,24 +44,24 @@ class Duration(BaseModel):
         return repr(str(self))
 
     def scaled(self, factor: float) -> Duration:
+        """Return this duration times `factor`."""
         return Duration(amount=self.amount * factor, unit=self.unit)
 
     def count(self, progress: Progress) -> int:
-        """The counter of `progress` that this duration is measured by."""
+        """Return the count of `progress` in this duration's unit."""
         return int(getattr(progress, self.unit))
 
     def reached(self, progress: Progress) -> bool:
         return self.count(progress) >= self.amount
 
     def due(self, before: Progress, after: Progress) -> bool:
-        """Whether a multiple of this duration was reached between two moments: for things done every so
-        often."""
+        """Whether a multiple of this duration was reached between two moments; for periodic actions."""
         return math.floor(self.count(after) / self.amount) > math.floor(self.count(before) / self.amount)
 
 
 def real(value: object) -> object:
-    """YAML 1.1 reads 3e-4 as text, so text that is a number is taken as one; true and false are not
-    numbers."""
+    """Return the value, a text that is a number as a float, since YAML 1.1 reads 3e-4 as text. Raises
+    ValueError for true and false."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -71,7 +71,7 @@ def real(value: object) -> object:
 
 
 def not_bool(value: object) -> object:
-    """The value; ValueError for true and false, which pydantic takes for 1 and 0."""
+    """Return the value. Raises ValueError for true and false, which pydantic would take for 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("true and false are not numbers")
     return value

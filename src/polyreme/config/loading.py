@@ -1,5 +1,5 @@
-"""Loading a config: plain tables from a file, a mapping and overrides, and pydantic's errors as problems that
-a user can act on."""
+"""Loads a config: reads plain tables from a file, a mapping and overrides, and turns pydantic's errors into
+problems that a user can act on."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from pydantic import ValidationError
 from polyreme.config.describe import HUGE, example, expects, toml
 from polyreme.config.repair import LONGEST as LONGEST_WORD
 from polyreme.config.repair import meant
-from polyreme.config.schema import LEAVES, SECTIONS, Section
+from polyreme.config.schema import LEAVES, SECTIONS, Section, expanded
 from polyreme.errors import ConfigError, Problem, shortened
 
 FILE_LIMIT = 4 << 20
-"""Bytes of a config file."""
+"""The most bytes of a config file."""
 DEEPSPEED = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("zero_optimization", "gradient_clipping", "bf16", "fp16"),
 }
-"""Keys of DeepSpeed's: two of them make a config one of DeepSpeed's."""
+"""DeepSpeed's keys, of which two make a config one of DeepSpeed's."""
 LONGEST = 1024
-"""Bits of an integer."""
+"""The most bits of an integer."""
 COMPARED = 50
-"""Unknown keys that are compared with those there are, for the nearest."""
+"""The most unknown keys for which the nearest known key is found."""
 VALUES, LEVELS = 100_000, 64
-"""Keys and values of a config, and how deep they are nested."""
+"""The most keys and values of a config, and the most levels of nesting."""
 
 
 def plain(source: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that overrides may change: sections as mappings, and empty ones (YAML writes null) as empty
-    ones."""
+    """Copy a mapping, so that overrides may change it, with sections as dicts; null for a section (an empty
+    one in YAML) becomes an empty dict."""
 
     check_bounds(source, members)
 
@@ -53,25 +53,14 @@ def plain(source: Mapping[str, Any]) -> dict[str, Any]:
     return {key: {} if value is None and key in SECTIONS else copied(value) for key, value in source.items()}
 
 
-def expand(path: str | Path) -> Path:
-    """`path` with a leading ~ replaced by the home of the user. Raises ValueError where there is no such
-    user."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise ValueError(
-            f"there is no user {str(path).split('/', 1)[0][1:]!r} for ~ to stand for; write the whole path"
-        ) from None
-
-
 def read(source: str | Path) -> dict[str, Any]:
-    """The tables of a config file. Raises ConfigError for a file that holds none."""
+    """Read the tables of a config file. Raises ConfigError where it cannot be read or parsed."""
 
     def failed(reason: str, fix: str) -> ConfigError:
         return ConfigError([Problem("config", str(source), reason, fix)])
 
     try:
-        path = expand(source)
+        path = Path(expanded(str(source)))
         if not path.exists():
             raise failed("there is no such file", f"check the path; it is taken from {working_folder()}")
         suffix = path.suffix.lower()
@@ -97,7 +86,7 @@ def read(source: str | Path) -> dict[str, Any]:
 
 
 def of_deepspeed(tree: Mapping[str, Any], file: str | None) -> Problem | None:
-    """What to say of a config of DeepSpeed's, whose keys are all unknown here."""
+    """Return the problem that the config is one of DeepSpeed's; None if it is not."""
     if len(tree.keys() & DEEPSPEED) < 2:
         return None
     fix = (
@@ -108,7 +97,7 @@ def of_deepspeed(tree: Mapping[str, Any], file: str | None) -> Problem | None:
 
 
 def working_folder() -> str:
-    """Where relative paths are taken from, for messages: the folder may have been deleted."""
+    """Return the working folder, for messages; it may have been deleted."""
     try:
         return str(Path.cwd())
     except OSError:
@@ -116,8 +105,8 @@ def working_folder() -> str:
 
 
 def text_of(path: Path) -> str:
-    """What the file holds. Raises OSError and ValueError; never waits for the writer of a pipe, nor reads
-    more than FILE_LIMIT."""
+    """Read a text file in UTF-8. Raises OSError, and ValueError for a file that is not regular, or longer
+    than FILE_LIMIT; never waits for the writer of a pipe."""
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(opened, "rb") as file:
         if not stat.S_ISREG(os.fstat(opened).st_mode):
@@ -129,7 +118,8 @@ def text_of(path: Path) -> str:
 
 
 def _parse(text: str, suffix: str) -> object:
-    """Raises ValueError where `text` is not valid, or a key comes twice: parsers differ in which counts."""
+    """Parse `text` in the format of `suffix`. Raises ValueError where it is not valid, or a key comes twice,
+    as parsers differ in which one counts."""
     if suffix == ".toml":
         return tomllib.loads(text)
     if suffix == ".json":
@@ -137,8 +127,8 @@ def _parse(text: str, suffix: str) -> object:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Checks a document before anything is built of it: an alias costs a few bytes, and can stand for any
-        number of values."""
+        """Checks the size of a document before it is built: aliases of a few bytes can stand for any number
+        of values."""
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
@@ -165,7 +155,8 @@ def _parse(text: str, suffix: str) -> object:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table of these pairs; ValueError where a key comes twice, of which JSON keeps the last."""
+    """Return a dict of these pairs. Raises ValueError where a key comes twice, of which JSON would keep the
+    last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} comes twice")
@@ -173,8 +164,8 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_bounds(root: object, children: Callable[[Any], Iterable[object]]) -> None:
-    """Raises ValueError where there is more below `root` than any config has: more levels, or, each counted
-    wherever it comes, values."""
+    """Raise ValueError where there are more than LEVELS levels, or more than VALUES values, below `root`. A
+    value counts as often as it is referred to."""
     left, level = VALUES, [root]
     for _ in range(LEVELS):
         level = list(islice(chain.from_iterable(map(children, level)), left + 1))
@@ -189,7 +180,7 @@ def check_bounds(root: object, children: Callable[[Any], Iterable[object]]) -> N
 
 
 def members(value: object) -> Iterable[object]:
-    """What `value` of a config holds: keys and values, or elements."""
+    """Return the keys and values of a table, or the elements of a list; nothing for other values."""
     if isinstance(value, Section):
         return value.model_fields_set  # checked when it was made
     if isinstance(value, Mapping):
@@ -198,8 +189,8 @@ def members(value: object) -> Iterable[object]:
 
 
 def unusable(tree: object, key: str = "") -> Iterator[Problem]:
-    """Values anywhere in `tree` that no file's name, and no file in UTF-8, can hold; and those that only some
-    formats have."""
+    """Report values anywhere in `tree` that a config cannot have: texts with a NUL or that UTF-8 cannot
+    encode, too long integers, and types such as dates that only some formats have."""
     below = (
         tree.items()
         if isinstance(tree, Mapping)
@@ -240,9 +231,9 @@ def _is_text(text: str) -> bool:
 
 
 def override(tree: dict[str, Any], text: str) -> Problem | None:
-    """Write one "section.key=value" into `tree`."""
+    """Write one "section.key=value" into `tree`. Returns the problem if that cannot be done."""
     key, equals, raw = text.partition("=")
-    path = [part.strip() for part in key.split(".")]
+    path = [word.strip() for word in key.split(".")]
     if not equals or not all(path) or len(path) > LEVELS:
         return Problem(
             "override", text, "not of the form section.key=value", 'write for example "optimizer.lr=1e-3"'
@@ -250,15 +241,15 @@ def override(tree: dict[str, Any], text: str) -> Problem | None:
     try:
         parsed = tomllib.loads(f"value = {raw.strip()}")
         check_bounds(parsed, members)
-    except (ValueError, RecursionError):  # no TOML, or numbers or nesting beyond what it can be
+    except (ValueError, RecursionError):  # not TOML, or too long numbers or too deep nesting
         parsed = {}
-    # A date is text here, and a line break could have smuggled in more keys.
+    # A date is taken as text; a line break could have brought in more keys.
     is_value = list(parsed) == ["value"] and isinstance(
         parsed["value"], bool | int | float | str | list | dict
     )
     table = tree
-    for depth, part in enumerate(path[:-1], 1):
-        table = table.setdefault(part, {})
+    for depth, word in enumerate(path[:-1], 1):
+        table = table.setdefault(word, {})
         if not isinstance(table, dict):
             return Problem(
                 ".".join(path[:depth]), table, f"not a table, so {key.strip()} cannot be set", "remove it"
@@ -268,7 +259,7 @@ def override(tree: dict[str, Any], text: str) -> Problem | None:
 
 
 def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem]:
-    """One problem per key of `tree`: pydantic reports each member of a union apart."""
+    """Return one problem for each wrong key of `tree`. (Pydantic reports each member of a union.)"""
     problems: dict[str, Problem] = {}
     unknown = 0
     for detail in error.errors(include_url=False):
@@ -312,20 +303,29 @@ ELSEWHERE = {
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), "lr_schedule"),
     **dict.fromkeys(("max_steps", "train.steps"), "train.length"),
     **dict.fromkeys(("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype"), "precision.compute"),
+    **dict.fromkeys(("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"), "mesh.tp"),
+    **dict.fromkeys(("pipeline_parallel", "pipeline_parallel_size", "mesh.pipeline"), "mesh.pp"),
+    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "memory.activations"),
+    **dict.fromkeys(("checkpoint.path", "output_dir", "save_dir"), "checkpoint.folder"),
 }
-"""What other systems call our keys, in any section or, with a dot, in that one."""
+"""Our keys by their names in other systems, in any section or, with a dot, in that one."""
 EPOCHS = {"epochs", "num_epochs", "max_epochs", "num_train_epochs"}
-"""How other systems have training end after rounds through the data."""
+"""Other systems' keys for a length of training in epochs."""
+ACCUMULATION = {
+    *("accumulation", "accumulation_steps", "gradient_accumulation", "gradient_accumulation_steps"),
+    *("accumulate_grad_batches", "grad_accum", "batch.accum"),
+}
+"""Other systems' keys, and `Config.accumulation`, for the micro-batches of a step on one rank."""
 
 
 def _unknown(key: str, value: object, compared: bool) -> Problem:
-    """What to say of an unknown key, `compared` with those that there are."""
+    """Return the problem of an unknown key. compared: find the nearest known key."""
     section, _, name = key.rpartition(".")
 
     def likeness(candidate: str) -> float:
         there, _, its_name = candidate.rpartition(".")
         alike = difflib.SequenceMatcher(None, name, its_name).ratio()
-        if there == section:  # which makes no names alike
+        if there == section:  # names of whole keys would be alike by the section alone
             return alike + 0.1
         return max(
             alike, difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio()
@@ -336,6 +336,9 @@ def _unknown(key: str, value: object, compared: bool) -> Problem:
             'write train.length = "N samples", N being the number of epochs times that of samples in the data'
         )
         return Problem(key, value, "there is no such key, and no length in epochs", fix)
+    if {key, name} & ACCUMULATION:
+        fix = "write batch.micro = batch.size / (dp x N), N being the micro-batches of a step on each rank"
+        return Problem(key, value, "there is no such key, as the sizes of batches say it", fix)
     if (meant := ELSEWHERE.get(key, ELSEWHERE.get(name))) is not None:
         return Problem(key, value, "there is no such key", f'did you mean "{meant}"?')
     if compared and len(key) <= LONGEST_WORD:

@@ -1,6 +1,6 @@
-"""What was most likely meant by a value that a key cannot have.
+"""Guesses the value that was meant by one that a key does not take.
 
-Invariant: what is proposed is a value that the key takes."""
+Invariant: a proposal is a value that the key takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polyreme.config.duration import Duration
 from polyreme.config.schema import SECTIONS, Keys
 
 LONGEST = 64
-"""Characters of a name or value that is compared with others, which takes the square of them."""
+"""Most characters of a name or value that is compared with others, as the time grows with their square."""
 NUMBER = re.compile(r"[+-]?\d[\d_,' ]*(?:\.\d*)?(?:[eE][+-]?\d+)?|[+-]?\.\d+(?:[eE][+-]?\d+)?")
 THOUSANDS = re.compile(r"(?<=\d)[,_' ](?=\d{3}(?!\d))")
 WORDS = {
@@ -40,7 +40,7 @@ LENGTHS = ("steps", "samples", "tokens")
 
 
 def meant(key: str, field: FieldInfo, value: object) -> object:
-    """The value nearest to `value` that `key` takes, or else an example of what it takes."""
+    """Return the most likely value that `key` takes for `value`, or else an example of its values."""
     return next((each for each in _candidates(field, value) if is_taken(key, each)), example(field))
 
 
@@ -55,7 +55,7 @@ def is_taken(key: str, value: object) -> bool:
 
 
 def nearest(word: str, choices: list[str]) -> list[str]:
-    """Those of `choices` that are most like a word, if it is like any."""
+    """Return the one or two of `choices` that are most like a word; none if none is like it."""
     lower = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(word.lower(), lower, n=2) if len(word) <= LONGEST else []
     return [lower[each] for each in found]
@@ -85,7 +85,7 @@ def _candidates(field: FieldInfo, value: object) -> Iterator[Any]:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types that a key takes, and the words and numbers that it takes as they are."""
+    """Yield the types that a key takes, and the words and numbers that it takes literally."""
     if get_origin(annotation) is Annotated:
         yield from _kinds(get_args(annotation)[0])
     elif get_origin(annotation) is Literal:
@@ -100,7 +100,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _quantities(word: str, kinds: list[Any]) -> Iterator[Any]:
-    """What a text with a number in it can mean."""
+    """Yield the values that a text with a number in it can mean."""
     found = NUMBER.search(word)
     if found is None:
         return
@@ -113,7 +113,7 @@ def _quantities(word: str, kinds: list[Any]) -> Iterator[Any]:
     if Duration in kinds:
         unit = nearest(rest, [*LENGTHS]) if rest else ["steps"]
         yield from (f"{digits} {each}" for each in unit)
-        return  # of hours or epochs no number of steps is meant
+        return  # hours or epochs cannot be converted to steps
     if rest.startswith("%"):
         yield number / 100
     if ByteSize in kinds:
@@ -123,8 +123,8 @@ def _quantities(word: str, kinds: list[Any]) -> Iterator[Any]:
 
 
 def _numbers(number: float, field: FieldInfo | None) -> Iterator[Any]:
-    """A number as another kind of one; and, where it is out of bounds, the nearest within."""
-    if abs(number) < 1e18:  # which neither infinity nor NaN is
+    """Yield a number as int or float, as a percentage, and the limits of the key."""
+    if abs(number) < 1e18:  # false for infinity and NaN
         yield from (int(number), number) if number == int(number) else (number, round(number))
     if 2 <= number <= 100:
         yield number / 100  # percent
@@ -133,7 +133,7 @@ def _numbers(number: float, field: FieldInfo | None) -> Iterator[Any]:
 
 
 def _limits(annotation: Any, metadata: list[Any]) -> Iterator[Any]:
-    """The least and the largest number, where the key has one."""
+    """Yield the least and the largest number that a key takes, where it has limits."""
     for each in metadata:
         yield from (getattr(each, name) for name in ("ge", "le") if getattr(each, name, None) is not None)
     if get_origin(annotation) is Annotated:

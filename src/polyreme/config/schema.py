@@ -1,7 +1,7 @@
 """The keys of a config: their types, ranges, defaults and descriptions.
 
-Invariant: an instance holds no unknown key and no value of a wrong type or range; what keys mean together is
-for `conflicts`.
+Invariant: an instance has no unknown key and no value of a wrong type or range; `conflicts` checks keys
+together.
 """
 
 from __future__ import annotations
@@ -30,14 +30,22 @@ from polyreme.layout.mesh_axes import AXES
 
 DType = Literal["fp32", "bf16", "fp16", "fp64"]
 Autocast = Literal["autocast-bf16", "autocast-fp16"]
+Category = Literal[
+    "parameters", "gradients", "states", "activations", "buffers", "batch", "exchange", "temporary"
+]
+"""Of device memory. parameters: whole ones, gathered ones and shards. gradients: unreduced and reduced ones,
+with the buffers of the pool. states: masters and the optimizer's. activations: what autograd keeps from a
+forward to its backward, and what crosses stages. buffers: the model's. batch: inputs and labels. exchange: on
+CPU ranks, copies that other ranks read. temporary: all else, such as the result of an operator that is used
+once."""
 SCALED = ("fp16", "autocast-fp16")
-"""Values of precision.compute that a loss scale is for."""
+"""The values of precision.compute that need a loss scale."""
 
 
 SHORTEST = 1e-6
-"""The least length of training that is one: of steps, samples or tokens."""
+"""The shortest length of training, in steps, samples or tokens."""
 MOST_TOKENS = 1_000_000
-"""The largest vocabulary that is trained: the trainer reserves memory for it."""
+"""The largest vocabulary of a trained tokenizer: the trainer reserves memory for it."""
 
 
 def _positive(duration: Duration) -> Duration:
@@ -47,7 +55,7 @@ def _positive(duration: Duration) -> Duration:
 
 
 def _size(value: object) -> object:
-    """A size that is nothing but a number and a unit: pydantic reads "1,000 MiB" as a byte."""
+    """Check that a size is a number and a unit, as pydantic reads "1,000 MiB" as one byte."""
     if isinstance(value, str) and not re.fullmatch(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*", value):
         raise ValueError("no number of bytes")
     return not_bool(value)
@@ -65,8 +73,8 @@ def _blocks(value: object) -> object:
     return value if value == "blocks" else _list_of_names(value)
 
 
-def _expanded(value: str) -> str:
-    """A path with a leading ~ replaced by the home of the user."""
+def expanded(value: str) -> str:
+    """Replace a leading ~ by the user's home. Raises ValueError where there is no such user."""
     try:
         return str(Path(value).expanduser()) if value.startswith("~") else value
     except RuntimeError:
@@ -96,7 +104,7 @@ OPTIMIZERS: dict[str, tuple[str | None, frozenset[str]]] = {
 
 
 OPTIONS = {"lamb": {"bias_correction", "eps_inside_sqrt", "max_coeff", "min_coeff"}}
-"""Options of those of our optimizers that are no class of torch.optim."""
+"""The options of those of our optimizers that are not classes of torch.optim."""
 
 
 def _optimizer_name(value: str) -> str:
@@ -104,8 +112,8 @@ def _optimizer_name(value: str) -> str:
 
 
 LARGEST = 2**31 - 1
-"""The largest count: a larger one is a mistake, and what is computed from it (divisors, ranks, stages) could
-take for ever."""
+"""The largest count: a larger one is a mistake, and to compute divisors, ranks or stages from it could take
+for ever."""
 
 Bool = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
@@ -117,12 +125,12 @@ Beta = Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)]
 Size = Annotated[ByteSize, BeforeValidator(_size)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_names)]
 PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
-FilePath = Annotated[str, AfterValidator(_expanded)]
+FilePath = Annotated[str, AfterValidator(expanded)]
 Tier = FilePath | list[FilePath] | dict[FilePath, Fraction]
 
 
 class Section(BaseModel):
-    """A table of the config, which refuses keys that it does not have, and changes."""
+    """A table of the config. It refuses unknown keys, and cannot be changed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
@@ -137,7 +145,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        """TOML and `--set` have no null: "none" stands for it wherever a key may be empty."""
+        """Replace "none" by None in keys that may be empty, as TOML and `--set` have no null."""
         if not isinstance(value, Mapping):
             return value
         optional = {
@@ -147,7 +155,7 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """What is trained; left out when a model is passed in Python."""
+    """The model to train; left out when a model is passed in Python."""
 
     path: FilePath | None = Field(
         default=None, examples=["models/base"], description="A Hugging Face model directory to start from."
@@ -177,7 +185,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """What it is trained on."""
+    """The training data."""
 
     path: FilePath | None = Field(
         default=None,
@@ -217,14 +225,14 @@ class DataSection(Section):
 
 
 class MeshSection(Section):
-    """How the ranks are divided: dp x tp x pp x cp x ep is the world size."""
+    """The axes of the ranks: dp x tp x pp x cp x ep is the world size."""
 
     dp: Count | Literal["auto"] = Field(
         default="auto", description="Data-parallel ranks; auto takes what is left."
     )
     tp: Count = Field(default=1, description="Tensor-parallel ranks: each has a part of every block.")
     pp: Count = Field(default=1, description="Pipeline ranks: each has some of the blocks.")
-    cp: Count = Field(default=1, description="Context-parallel ranks (1 in this version).")
+    cp: Count = Field(default=1, description="Context-parallel ranks: each has a part of every sequence.")
     ep: Count = Field(default=1, description="Expert-parallel ranks (1 in this version).")
     sequence_parallel: Bool = Field(
         default=False,
@@ -233,10 +241,9 @@ class MeshSection(Section):
     )
     tp_plan: dict[str, str] = Field(
         default={},
-        description="How tensor parallelism divides modules, where neither the "
-        "model nor we know it, or in another way: a style for each "
-        "path (* is any one component), one of transformers' "
-        "tensor-parallel plans or fused_qkv, vocabulary, replicate.",
+        description="How tensor parallelism divides modules that neither the model nor we know, or that "
+        "are to be divided differently: a style for each path (* is any one component). Styles are those of "
+        "transformers' tensor-parallel plans, fused_qkv, vocabulary and replicate.",
         examples=[{"layers.*.mixer.in_proj": "colwise"}],
     )
     order: Annotated[tuple[str, ...], AfterValidator(_axis_order)] = Field(
@@ -257,8 +264,25 @@ class MeshSection(Section):
     )
 
 
+class ContextSection(Section):
+    """How sequences are divided over context-parallel ranks, and how their attention is computed."""
+
+    method: Literal["auto", "ring", "ulysses", "gather"] = Field(
+        default="auto",
+        description="ring: keys and values go round, a block at a time (arXiv:2310.01889); ulysses: each "
+        "rank has all tokens of some heads meanwhile (arXiv:2309.14509); gather: keys and values of all are "
+        "gathered; auto: ulysses where the ranks divide the heads and it sends less, else ring.",
+    )
+    balance: Literal["auto", "contiguous", "zigzag", "documents", "blocks"] = Field(
+        default="auto",
+        description="Which tokens a rank has, for ring and gather: a stretch of each sequence; the i-th and "
+        "the i-th last of 2 cp stretches; such two of each document; blocks of up to 128 tokens by what they "
+        "take to compute; auto: of these, for each batch, the one that leaves the fullest rank the least.",
+    )
+
+
 class ZeroSection(Section):
-    """What each data-parallel rank keeps whole and what it keeps a shard of (ZeRO, arXiv:1910.02054)."""
+    """Sharding over data-parallel ranks (ZeRO, arXiv:1910.02054), and how gradients are reduced."""
 
     stage: Annotated[Literal[0, 1, 2, 3, "auto"], BeforeValidator(not_bool)] = Field(
         default=2,
@@ -313,21 +337,20 @@ class ZeroSection(Section):
     keep: list[str] = Field(
         default_factory=list,
         examples=[["experts.*", "vision_tower"]],
-        description="Stage 3: names (fnmatch) of modules that stay gathered "
-        "during a step like what is outside the blocks, and with them "
-        "the blocks in them: those that not every rank runs in every "
-        "forward (mixture branches, batches without images, layers left out).",
+        description="Stage 3: names (fnmatch) of modules that stay gathered during a step, with the blocks "
+        "in them, as modules outside the blocks do. Needed for those that not every rank runs in a forward "
+        "(mixture branches, batches without images, skipped layers).",
     )
 
 
 class MemorySection(Section):
-    """Where state, parameters and activations live."""
+    """The places of optimizer states, parameters, gradients and activations: device, host memory or files."""
 
     states: Tier = Field(
         default="device",
         description="Optimizer states and the full-precision weights that they "
         'belong to: "device", "host" (its memory), a folder (such as '
-        "./offload; of a fast local disk), a list of folders on several disks, or how much of them is where.",
+        "./offload; of a fast local disk), a list of folders on several disks, or the share of each place.",
         examples=[{"host": 0.7, "device": 0.3}],
     )
     params: Tier = Field(
@@ -344,9 +367,9 @@ class MemorySection(Section):
     )
     activations: FilePath = Field(
         default="keep",
-        description='"keep"; "recompute" in backward (activation checkpointing), '
-        "block by block; or that, with what each block was given "
-        'kept in "host" memory or in files in a folder ("/nvme/run", "./here").',
+        description='"keep"; "recompute" in backward (activation checkpointing), block by block; or, to '
+        'recompute with each block\'s input kept elsewhere, "host" (its memory) or a folder ("/nvme/run", '
+        '"./here").',
     )
     recompute_every: Count = Field(default=1, description="Recompute every n-th block only.")
     recompute_save: Names = Field(
@@ -357,7 +380,7 @@ class MemorySection(Section):
 
     @property
     def all_on_device(self) -> bool:
-        """Whether nothing is in host memory or in files."""
+        """Whether nothing is placed in host memory or in files."""
         return {*tiers_of(self.states)[0], *tiers_of(self.params)[0]} == {"device"} and self.activations in (
             "keep",
             "recompute",
@@ -365,8 +388,8 @@ class MemorySection(Section):
 
 
 def tiers_of(value: Tier) -> tuple[list[str], float]:
-    """Where `memory.states`, `memory.params` or `memory.gradients` are: ["device"], ["host"] or folders; and
-    the share of them that is there, if not on the device."""
+    """Return the place that `memory.states`, `memory.params` or `memory.gradients` name, ["device"], ["host"]
+    or folders; and the fraction of the numbers that is there, the rest being on the device."""
     if isinstance(value, dict):
         tier = next((name for name in value if name != "device"), "device")
         return [tier], value.get(tier, 1.0)  # an empty one is refused (`conflicts`)
@@ -374,7 +397,7 @@ def tiers_of(value: Tier) -> tuple[list[str], float]:
 
 
 def is_files(where: Sequence[str]) -> bool:
-    """Whether a home is folders."""
+    """Whether a place, as `tiers_of` returns it, is folders."""
     return where not in (["device"], ["host"], ["auto"])
 
 
@@ -403,7 +426,8 @@ class PrecisionSection(Section):
     )
     growth_interval: Count = Field(default=2000, description="Good steps before the loss scale grows.")
     growth_delay: Annotated[int, Strict(), Field(ge=0, le=LARGEST)] = Field(
-        default=0, description="Good steps more before the first growth, and the first after an overflow."
+        default=0,
+        description="Additional good steps before the first growth, and the first after an overflow.",
     )
     min_scale: Positive = Field(default=1.0, description="The loss scale never falls below it.")
     on_min_scale: Literal["stay", "error"] = Field(
@@ -412,7 +436,7 @@ class PrecisionSection(Section):
     hysteresis: Count = Field(default=1, description="Overflows until the loss scale falls.")
     consecutive_hysteresis: Bool = Field(
         default=False,
-        description="Whether a good step makes the count of overflows begin anew, or only a growth.",
+        description="Whether a good step resets the count of overflows; else only a growth does.",
     )
     on_nonfinite: Literal["error", "skip", "apply"] = Field(
         default="error",
@@ -446,13 +470,11 @@ class PipelineSection(Section):
 
     schedule: Literal["auto", Schedule] = Field(
         default="auto",
-        description="gpipe: all forwards, then all backwards; 1f1b: in turn, "
-        "which keeps fewer activations; 1f1b-w: 1f1b with one more "
-        "forward ahead, so that stages wait for each other less, whose "
-        "last weight gradients wait until a stage has handed on what others "
-        "wait for; interleaved: 1f1b with several stages a rank, for a "
-        "smaller bubble; zb-h1, zb-v: all weight gradients fill the bubble "
-        "(zb-v: two stages a rank). auto: 1f1b-w, or 1f1b if `compile`.",
+        description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; "
+        "1f1b-w: 1f1b with one more forward ahead, so that stages wait less for each other, and the last "
+        "weight gradients computed after the gradient that the previous stage waits for is sent; "
+        "interleaved: 1f1b with several stages a rank, for a smaller bubble; zb-h1, zb-v: weight gradients "
+        "fill the bubble (zb-v: two stages a rank). auto: 1f1b-w, or 1f1b if `compile`.",
     )
     blocks: Literal["work", "parameters", "time"] | list[Count] = Field(
         default="work",
@@ -507,9 +529,7 @@ class OptimizerSection(Section):
         description="A parameter that no rank has a gradient for in a step: left alone, as by torch; or "
         "updated as with a gradient of zero, by its weight decay and momentum.",
     )
-    clip: Positive | None = Field(
-        default=1.0, description="Largest global gradient norm; none clips nothing."
-    )
+    clip: Positive | None = Field(default=1.0, description="Largest global gradient norm; none: no clipping.")
     states: Literal["fp32", "bf16", "8bit"] = Field(
         default="fp32",
         description="How moments are kept between steps: fp32 (fp64 when computing "
@@ -550,7 +570,7 @@ class LRScheduleSection(Section):
 
 
 class TrainSection(Section):
-    """The run that `polyreme train` makes."""
+    """The length of a run of `polyreme train`, its validation and samples."""
 
     length: PositiveDuration = Field(default=Duration(amount=1000), description="When training ends.")
     validate_every: PositiveDuration | None = Field(
@@ -564,7 +584,7 @@ class TrainSection(Section):
 
 
 class CheckpointSection(Section):
-    """What is saved, and where."""
+    """The checkpoints of a run: when, where and how they are written, and which are kept."""
 
     folder: FilePath = Field(default="run", description="Folder of the run: checkpoints, logs, plot.")
     every: PositiveDuration | None = Field(
@@ -594,20 +614,19 @@ class CheckpointSection(Section):
     )
     background: Bool = Field(
         default=False,
-        description="Write while training goes on (what the next update "
-        "changes from a copy); otherwise training waits for the disk.",
+        description="Write while training goes on (from a copy of what the next update changes); otherwise "
+        "training waits for the disk.",
     )
     resume: Literal["auto", "never"] | FilePath = Field(
         default="auto",
-        description="Where the run begins: auto goes on from the newest checkpoint "
-        "in the folder, if there is one; never begins anew, and "
-        "those in the folder go when the first new one is there; or the "
-        "path of a checkpoint, or of another run's folder, to go on from.",
+        description="Where the run begins. auto: at the newest checkpoint in the folder, or from the start "
+        "if there is none. never: from the start; the checkpoints in the folder are deleted once the run has "
+        "saved its first. A path: at that checkpoint, or at the newest one of that run's folder.",
     )
 
 
 class MonitorSection(Section):
-    """What is shown and recorded."""
+    """Progress and metrics: what is shown and recorded."""
 
     every: Count = Field(
         default=10,
@@ -623,8 +642,25 @@ class MonitorSection(Section):
     plot: Bool = Field(default=True, description="A plot of the losses (PNG) at the end.")
 
 
+class SentinelsSection(Section):
+    """What is checked in every run while it trains, in well under 1% of a step."""
+
+    enabled: Bool = Field(default=True, description="Whether these checks are made.")
+    every: Count = Field(
+        default=64,
+        description="Steps in which all numbers that several ranks have copies of are compared once, a part "
+        "in each step (a difference is an error); of which one compares the ranks' batches; and after which "
+        "parameters that never had a gradient are named.",
+    )
+    spike: Positive | None = Field(
+        default=10.0,
+        description="A loss or gradient norm is told of that is above the median of the last 100 steps by "
+        "so many usual deviations (1.48 times the median one, at least 1.48% of the median); none: of none.",
+    )
+
+
 class LaunchSection(Section):
-    """How `polyreme train` starts ranks itself."""
+    """Starting ranks from `polyreme train` itself."""
 
     ranks: Count | None = Field(
         default=None, examples=[2], description="Ranks to start; none runs in those that already are."
@@ -632,6 +668,27 @@ class LaunchSection(Section):
     meet_timeout: Seconds = Field(
         default=120.0,
         description="Seconds that ranks have to find each other; then each one that came says who did not.",
+    )
+
+
+class PlanSection(Section):
+    """What was expected of the run when its layout was chosen, which `polyreme train` compares with what it
+    measures. `polyreme plan --write` and a choice of "auto" fill it in."""
+
+    cluster: FilePath | None = Field(
+        default=None,
+        description='What "auto" in mesh, pipeline and memory is chosen for: the name of a preset, or a file '
+        "that describes devices and links; none: this machine, as the preset for its device describes it.",
+        examples=["cluster.toml"],
+    )
+    ranks: Count | None = Field(
+        default=None, examples=[8], description="The ranks that it was planned for; none: it was not."
+    )
+    seconds: Positive | None = Field(default=None, examples=[0.5], description="Of a step.")
+    memory: dict[Category, Annotated[int, Strict(), Field(ge=0)]] = Field(
+        default={},
+        description="Bytes by category at the peak, on the rank that takes the most of its device.",
+        examples=[{"parameters": 1048576, "activations": 4194304}],
     )
 
 
@@ -664,6 +721,7 @@ class Keys(Section):
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
     mesh: MeshSection = Field(default_factory=MeshSection)
+    context: ContextSection = Field(default_factory=ContextSection)
     zero: ZeroSection = Field(default_factory=ZeroSection)
     memory: MemorySection = Field(default_factory=MemorySection)
     precision: PrecisionSection = Field(default_factory=PrecisionSection)
@@ -674,18 +732,20 @@ class Keys(Section):
     train: TrainSection = Field(default_factory=TrainSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     monitor: MonitorSection = Field(default_factory=MonitorSection)
+    sentinels: SentinelsSection = Field(default_factory=SentinelsSection)
     launch: LaunchSection = Field(default_factory=LaunchSection)
+    plan: PlanSection = Field(default_factory=PlanSection)
 
     @property
     def schedule(self) -> Schedule:
-        """`pipeline.schedule`, or what "auto" stands for there: compiled blocks cannot put gradients of
-        weights off."""
+        """`pipeline.schedule`; for "auto" 1f1b-w, or 1f1b with `compile`, as compiled blocks cannot put off
+        gradients of weights."""
         if self.pipeline.schedule != "auto":
             return self.pipeline.schedule
         return "1f1b" if self.compile else "1f1b-w"
 
     def value(self, key: str) -> Any:
-        """The value of a dotted key such as "batch.micro"."""
+        """Return the value of a dotted key such as "batch.micro"."""
         section, _, name = key.rpartition(".")
         return getattr(getattr(self, section) if section else self, name)
 

@@ -1,4 +1,4 @@
-"""What keys mean together: the conflicts between them, and the values that follow from others.
+"""Checks keys together: finds conflicts between them, and derives values from others.
 
 A conflict is (key, reason, fix). Torch is imported only to look up the arguments of an optimizer's class.
 """
@@ -34,14 +34,14 @@ COMPACT = ("adam", "adamw", "adagrad", "lion", "sgd")
 """Optimizers whose moments can be kept in fewer bits."""
 
 MOST_RANKS = 1 << 20
-"""The largest world: what is told of each rank is still found and shown in seconds."""
+"""The largest world size: facts about each rank can still be computed and shown in seconds."""
 
 ACTIVATIONS = ("keep", "recompute", "host")
 DTYPE_BYTES = {**dict.fromkeys(get_args(Autocast), 4), "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def samples(keys: Keys, length: Duration) -> float:
-    """`length` in samples, taking every sample as full (`data.sequence` tokens)."""
+    """Return `length` in samples of `data.sequence` tokens."""
     rate = {"steps": keys.batch.size, "samples": 1, "tokens": 1 / keys.data.sequence}
     return length.amount * rate[length.unit]
 
@@ -51,8 +51,8 @@ def _total(keys: Keys) -> Duration:
 
 
 def derive(keys: Keys, world_size: int, fits: int | None = None) -> dict[str, object]:
-    """The value of every key that is left to us, for keys without conflicts. fits: the most samples of a
-    micro-batch, where that is known."""
+    """Return the value of every key that is "auto" or derived, for keys without conflicts. fits: the most
+    samples of a micro-batch that fit in memory, where that is known."""
     derived: dict[str, object] = {}
     stage = 2 if keys.zero.stage == "auto" else keys.zero.stage
     schedule, total = keys.lr_schedule, _total(keys)
@@ -69,7 +69,7 @@ def derive(keys: Keys, world_size: int, fits: int | None = None) -> dict[str, ob
         files = (
             is_files(states)
             and is_files(tiers_of(keys.memory.params)[0])
-            and (reduce_every == "microbatch" or dp == 1)
+            and (reduce_every == "microbatch" or dp * keys.mesh.cp == 1)
         )
         derived["memory.gradients"] = states if files else "device" if states == ["device"] else "host"
     if keys.precision.reduce == "auto":
@@ -91,19 +91,19 @@ def derive(keys: Keys, world_size: int, fits: int | None = None) -> dict[str, ob
 
 
 def _micro(share: int, pp: int) -> int:
-    """Samples of a micro-batch: all of a rank's share; in a pipeline, so few that the bubble stays below a
-    fifth, if that can be."""
+    """Choose the samples of a micro-batch: all of a rank's share; in a pipeline, so few that the bubble stays
+    below a fifth, if possible."""
     return max(n for n in divisors(share) if n == 1 or share // n >= (4 * pp if pp > 1 else 1))
 
 
 def divisors(number: int) -> list[int]:
-    """The numbers that divide `number`, in no order."""
+    """Return the numbers that divide `number`, in rising order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return [*small, *(number // n for n in small)]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
-    """Every conflict between the keys, and with `world_size` ranks."""
+    """Yield every conflict between the keys, and with `world_size` ranks."""
     yield from _model(keys)
     yield from _mesh(keys, world_size)
     yield from _memory(keys)
@@ -111,7 +111,7 @@ def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
     yield from _pipeline(keys)
     if dp := data_parallel(keys, world_size):
         yield from _batch(keys.batch, dp)
-        yield from _sharing(keys.zero, dp)
+        yield from _sharing(keys.zero, dp * keys.mesh.cp)
         yield from _sums(keys, dp)
     yield from _optimizer(keys.optimizer)
     yield from _lr_schedule(keys)
@@ -141,9 +141,9 @@ def _model(keys: Keys) -> Iterator[Conflict]:
 
 def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
     mesh = keys.mesh
-    for axis, kind in (("cp", "context"), ("ep", "expert")):
-        if getattr(mesh, axis) > 1:
-            yield f"mesh.{axis}", f"this version has no {kind} parallelism", f"write mesh.{axis} = 1"
+    if mesh.ep > 1:
+        yield "mesh.ep", "this version has no expert parallelism", "write mesh.ep = 1"
+    yield from _context(keys)
     if mesh.sequence_parallel and mesh.tp == 1:
         yield (
             "mesh.sequence_parallel",
@@ -191,6 +191,21 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
         yield "optimizer.name", reason, 'write optimizer.name = "adamw", or mesh.tp = 1'
 
 
+def _context(keys: Keys) -> Iterator[Conflict]:
+    cp, context = keys.mesh.cp, keys.context
+    if cp == 1:
+        return
+    if keys.compile:
+        reason = "attention exchanges keys and values between ranks, which compiled blocks cannot"
+        yield "compile", reason, "write compile = false, or mesh.cp = 1"
+    if keys.batch.mean == "ranks":
+        reason = f"each of mesh.cp = {cp} ranks has a part of the same samples, and no mean of its own"
+        yield "batch.mean", reason, 'write batch.mean = "labels", or mesh.cp = 1'
+    if context.method == "ulysses" and context.balance not in ("auto", "contiguous"):
+        reason = "ulysses gives each rank all tokens of some heads, and has nothing to balance"
+        yield "context.balance", reason, 'write context.balance = "auto", or context.method = "ring"'
+
+
 def _pipeline(keys: Keys) -> Iterator[Conflict]:
     pipeline, pp = keys.pipeline, keys.mesh.pp
     if pipeline.schedule in ("1f1b-w", "zb-h1", "zb-v") and pp > 1 and keys.compile:
@@ -216,13 +231,14 @@ def _pipeline(keys: Keys) -> Iterator[Conflict]:
 
 
 def data_parallel(keys: Keys, world_size: int) -> int | None:
-    """Data-parallel ranks of a world of this size; None where the other axes do not divide it."""
+    """Return the number of data-parallel ranks in a world of this size; None where the other axes do not
+    divide it."""
     others = keys.mesh.tp * keys.mesh.pp * keys.mesh.cp * keys.mesh.ep
     return None if world_size % others else world_size // others
 
 
 def _nearest_divisor(world_size: int, others: int, size: int) -> int | None:
-    """The size of an axis nearest below `size` with which the product of all would divide the world size."""
+    """The largest size of an axis below `size` for which the axes' product divides the world size."""
     rest = others // size
     return next((n for n in range(min(size - 1, world_size), 0, -1) if world_size % (rest * n) == 0), None)
 
@@ -263,7 +279,7 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
     if memory.gradients != "auto" and (memory.gradients == "device") != (memory.states == "device"):
         reason = "gradients leave the device for the CPU to update what is off it, then and only then"
         yield "memory.gradients", reason, 'remove it, or write memory.states = "host" or a folder'
-    # a folder made by mistake would fill unseen
+    # a folder that is made by mistake would fill up unnoticed
     if memory.activations not in ACTIVATIONS and "/" not in memory.activations:
         near = difflib.get_close_matches(memory.activations, ACTIVATIONS, n=1, cutoff=0.5)
         choices = f'"{near[0]}"' if near else " or ".join(f'"{name}"' for name in ACTIVATIONS)
@@ -324,7 +340,7 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
         yield "batch.size", f"cannot be divided among {among}", f"write batch.size = {sizes}"
         return
     share, wanted = batch.size // dp, batch.micro
-    nearest = sorted(sorted({*divisors(share)}, key=lambda n: (abs(n - wanted), n))[:6])
+    nearest = sorted(sorted(divisors(share), key=lambda n: (abs(n - wanted), n))[:6])
     fix = f"write batch.micro = {' or '.join(map(str, nearest))}, or batch.size = {sizes}"
     yield "batch.micro", f"a rank's {share} samples of a step are no multiple of it", fix
 
@@ -332,7 +348,7 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
 def _sharing(zero: ZeroSection, dp: int) -> Iterator[Conflict]:
     over = zero.shard_over
     if isinstance(over, int) and dp % over:
-        near = " or ".join(str(n) for n in sorted({*divisors(dp)})[1:]) or '"all"'
+        near = " or ".join(str(n) for n in divisors(dp)[1:]) or '"all"'
         reason = f"it does not divide the {dp} data-parallel ranks"
         yield "zero.shard_over", reason, f"write zero.shard_over = {near}"
     if zero.quantized_gradients and over in ("all", dp):
@@ -348,7 +364,7 @@ def _sums(keys: Keys, dp: int) -> Iterator[Conflict]:
     several = share > (micro if micro != "auto" else _micro(share, keys.mesh.pp)) if share else False
     if (
         several
-        and dp > 1
+        and dp * keys.mesh.cp > 1
         and keys.zero.reduce_every == "step"
         and is_files(tiers_of(keys.memory.gradients)[0])
     ):
@@ -434,13 +450,14 @@ def _arguments(class_name: str) -> set[str]:
 
 
 def _comparable(keys: Keys, *durations: Duration | None) -> bool:
-    """Tokens convert to other units only where the samples are ours, all of `data.sequence` tokens."""
+    """Whether durations can be compared: tokens convert to other units only for our own samples, all of
+    `data.sequence` tokens."""
     units = {duration.unit for duration in durations if duration is not None and duration.amount}
     return "tokens" not in units or len(units) == 1 or keys.data.path is not None
 
 
-def _part(length: Duration, factor: float) -> Duration:
-    """Whole steps, samples or tokens."""
+def _fraction(length: Duration, factor: float) -> Duration:
+    """A fraction of `length`, in whole steps, samples or tokens."""
     return Duration(amount=int(length.amount * factor), unit=length.unit)
 
 
@@ -456,12 +473,12 @@ def _lr_schedule(keys: Keys) -> Iterator[Conflict]:
         return
     if warmup >= whole:
         longer = "train.length" if isinstance(schedule.total, str) else "lr_schedule.total"
-        fix = f"write lr_schedule.warmup = {toml(_part(total, 0.1))}, or a longer {longer}"
+        fix = f"write lr_schedule.warmup = {toml(_fraction(total, 0.1))}, or a longer {longer}"
         yield "lr_schedule.warmup", f"no shorter than the whole schedule, {total}", fix
     elif schedule.name == "wsd":
         decay = schedule.decay or total.scaled(0.1)
         if warmup + samples(keys, decay) > whole:
-            shorter = _part(total, (1 - warmup / whole) / 2)
+            shorter = _fraction(total, (1 - warmup / whole) / 2)
             reason = f"longer than {total} together with the warm-up, {schedule.warmup}"
             yield (
                 "lr_schedule.decay",

@@ -1,6 +1,7 @@
-"""Training data: text to packed token sequences, and any dataset to each rank's share of each global batch.
+"""Training data: packs text into token sequences, and gives each rank its share of each global batch of any
+dataset.
 
-Invariant: what a run sees depends on the data, the config and the seed, never on the number of ranks. No
+Invariant: the samples of a run depend on the data, the config and the seed, never on the number of ranks. No
 communication: each rank reads for itself, ranks of one host share the cache.
 """
 
@@ -40,7 +41,7 @@ __all__ = [
 
 
 class TextSection(Protocol):
-    """What `open_text` reads of the config's section `data`."""
+    """The keys of the config's section `data` that `open_text` reads."""
 
     @property
     def path(self) -> str | None: ...
@@ -71,7 +72,7 @@ class TextData:
 
     @property
     def train(self) -> PackedDataset:
-        """The training sequences. Waits until they are packed, and raises what went wrong with it."""
+        """The training sequences. Waits until they are packed, and raises the error if that failed."""
         return self._train.result()
 
     @property
@@ -85,8 +86,8 @@ def open_text(section: TextSection, seed: int, model: str | None = None) -> Text
 
     model: the directory whose tokenizer is used where the section names none.
 
-    Every rank may call it at once. Building the model goes well between this call and the first use of
-    `.train`.
+    All ranks may call it at the same time. Texts are packed in the background: a good time to build the model
+    is between this call and the first use of `.train`.
 
     Raises:
         DataError: no corpus, no tokenizer, or (from `.train` and `.validation`) a text shorter than one
@@ -108,8 +109,8 @@ def open_text(section: TextSection, seed: int, model: str | None = None) -> Text
     folder = tokenizer_folder(section.tokenizer, model)
     tokenizer = open_tokenizer(train, folder=folder, vocab_size=section.vocab_size, cache=cache)
 
-    def packed(part: Subset, name: str) -> PackedDataset:
-        return PackedDataset(pack_texts(part, tokenizer, cache), section.sequence, name)
+    def packed(subset: Subset, name: str) -> PackedDataset:
+        return PackedDataset(pack_texts(subset, tokenizer, cache), section.sequence, name)
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="polyreme-pack")
     text = TextData(

@@ -1,8 +1,8 @@
-"""The data cache: folders built once, named by what they were built from.
+"""The data cache: folders that are built once, with a digest of their inputs in the name.
 
 Invariant: a folder with its final name is complete. It is filled under another name and renamed last, under a
 lock that the processes of one host share, so ranks that race for it build it once; where the lock does not
-reach (another host, some network file systems) they build equal content and the first to finish wins. A
+reach (another host, some network file systems) they build equal content, and the first to finish wins. A
 killed build leaves a folder `*.unfinished-*`, which nothing reads."""
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Global batches, shared out over data-parallel ranks. No communication.
+"""Divides global batches over data-parallel ranks. No communication.
 
-Invariants: which samples make up global batch k of an epoch depends on (seed, epoch) alone, never on the
-number of ranks; rank r takes the r-th contiguous share, so the ranks' shares one after the other are the
-global batch. The position counts samples over all ranks and only batches that were handed out, so a run goes
-on at the very sample where it stopped, on any number of ranks, with any prefetch."""
+Invariants: the samples of global batch k of an epoch depend only on (seed, epoch), never on the number of
+ranks; rank r takes the r-th contiguous share, so that the ranks' shares in order are the global batch. The
+position counts samples over all ranks, of batches that were handed out, so a run resumes at the very sample
+where it stopped, on any number of ranks, with any prefetch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Position = tuple[int, int]  # epoch, and samples of it already handed out over a
 
 
 def share(count: int, rank: int, world: int) -> slice:
-    """The contiguous share of `rank` in a global batch of `count` samples; shares differ by at most one
-    sample."""
+    """Return the contiguous share of `rank` in a global batch of `count` samples; shares differ by at most
+    one sample."""
     return slice(count * rank // world, count * (rank + 1) // world)
 
 
 def permutation(size: int, seed: int, epoch: int) -> torch.Tensor:
-    """The order of an epoch's samples: int64 of shape (size,), the same wherever `seed` and `epoch` are."""
+    """Return the order of an epoch's samples, int64 of shape (size,), which depends only on the arguments."""
     # Hashed, because neighbouring seeds of torch's generator need not be independent.
     mixed = int.from_bytes(blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()) >> 1
     return torch.randperm(size, generator=torch.Generator().manual_seed(mixed))
@@ -41,35 +41,32 @@ def permutation(size: int, seed: int, epoch: int) -> torch.Tensor:
 class Loader:
     """This rank's share of each global batch of a dataset.
 
-    A `for` loop goes on from the current position and, unless `epochs` is given, never ends: leave it with
-    `break`. A loop left in the middle is resumed by the next one. `len` is the number of batches of one
-    epoch. One loop at a time.
+    A `for` loop begins at the current position and, unless `epochs` is given, never ends: leave it with
+    `break`. The next loop resumes there. `len` is the number of batches of one epoch. Only one loop may run
+    at a time.
 
     Args:
         dataset: anything with `len` and `[i]` (torch's map-style datasets, Hugging Face `datasets`, a list),
-            or torch's `IterableDataset`, which comes in its own order: every rank reads the same stream and
-            keeps its share, `shuffle` has no effect, and resuming reads past what was seen.
+            or torch's `IterableDataset`, which has its own order: every rank reads the same stream and keeps
+            its share, `shuffle` has no effect, and resuming reads and drops the samples handed out before.
         batch_size: samples of one optimizer step over all ranks.
         rank: this rank on the data-parallel axis.
         world: size of the data-parallel axis.
         seed: of the order of samples.
         shuffle: a new order each epoch; otherwise that of the dataset.
         drop_last: leave out the samples after the last whole batch of an epoch. Otherwise they make a smaller
-        one, of which ranks may have
-            none: their tensors are empty then.
-        collate: list of this rank's samples -> batch. By default, tensors, arrays, numbers and lists of
-            numbers are stacked inside of dicts and tuples.
+            batch, of which ranks may have none: their tensors are empty then.
+        collate: makes a batch of a list of this rank's samples. By default, tensors, arrays, numbers and
+            lists of numbers are stacked inside of dicts and tuples.
         prefetch: batches prepared ahead in the background; 0 prepares each when it is asked for.
-        pin: put tensors into page-locked memory, for copies to a GPU that do not wait. No effect without
-        CUDA.
+        pin: put tensors into page-locked memory, for asynchronous copies to a GPU. No effect without CUDA.
         workers: threads that prepare batches (one for a stream); 0 turns prefetch off.
-        epochs: epochs of one `for` loop. None, the default, is without end: epoch after epoch, each in a new
-        order.
+        epochs: epochs of one `for` loop; None: epoch after epoch without end, each in a new order.
 
     Raises:
         BatchError: `batch_size` that cannot be shared equally, or samples that cannot be stacked.
-        DataError: a dataset smaller than one global batch, or not a dataset. What the dataset itself raises
-            comes out of the loop as it is.
+        DataError: a dataset smaller than one global batch, or not a dataset. The loop passes on errors of the
+            dataset itself.
     """
 
     def __init__(  # noqa: PLR0913 (each is a keyword of the user's)
@@ -99,13 +96,15 @@ class Loader:
         self.pin = pin and torch.cuda.is_available()
         self.is_stream = isinstance(dataset, IterableDataset)
         self._position: Position = (0, 0)
+        self.began: Position | None = None
+        """Where the batch that was handed out last begins."""
         self._check_arguments()
         if not self.is_stream:
             self._check_size()
 
     @property
     def epoch(self) -> int:
-        """Epochs handed out completely."""
+        """The number of epochs handed out completely."""
         return self._position[0]
 
     def __len__(self) -> int:
@@ -115,12 +114,12 @@ class Loader:
         return whole + bool(rest and not self.drop_last)
 
     def state_dict(self) -> dict[str, int | None]:
-        """The position, the same on every rank: plain numbers, for any file format."""
+        """Return the position, the same on every rank, as plain numbers."""
         epoch, sample = self._position
         return {"epoch": epoch, "sample": sample, "seed": self.seed, "size": self._size()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, at any number of ranks and any batch size.
+        """Set the position to that of `state`, taken with any number of ranks and any batch size.
 
         Raises:
             DataError: a state of another dataset or seed, whose samples come in another order.
@@ -152,12 +151,15 @@ class Loader:
                 done = ahead.popleft().result() if ahead else None
                 if done is None:
                     break
-                self._position, batch = done
+                before, (self._position, batch) = self._position, done
+                # a stream's epoch ends with a batch that is not handed out
+                is_next = self._position[0] > before[0] and self._position[1] > 0
+                self.began = (self._position[0], 0) if is_next else before
                 yield batch
             if stop is not None:
                 self._position = (stop, 0)
         finally:  # also when the loop is left or this generator is collected
-            if not is_ending():  # when Python ends, what this needs is gone, and so are the threads
+            if not is_ending():  # when Python ends, the threads are gone, and so are modules that this needs
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _index_jobs(self, stop: int | None) -> Iterator[Callable[[], tuple[Position, Any]]]:
@@ -168,7 +170,7 @@ class Loader:
             while (count := min(self.batch_size, size - start)) == self.batch_size or (
                 count and not self.drop_last
             ):
-                own = self._share(count)
+                own = share(count, self.rank, self.world)
                 indices, any_sample = order[start:][own], int(order[start])
                 start += count
                 rest = size - start
@@ -198,7 +200,7 @@ class Loader:
                 if len(block) < self.batch_size and self.drop_last:
                     break
                 start += len(block)
-                own = block[self._share(len(block))]
+                own = block[share(len(block), self.rank, self.world)]
                 yield (epoch, start), self._finish(own or block[:1], empty=not own)
             if start == 0:
                 raise DataError(
@@ -208,14 +210,11 @@ class Loader:
             epoch, start = epoch + 1, 0
 
     def _finish(self, samples: list[Any], empty: bool) -> Any:
-        """The batch of `samples`; with `empty`, of the same form and without any."""
+        """Make the batch of `samples`; with `empty`, one of the same form without samples."""
         batch = self.collate(samples)
         if empty:
             batch = tree_map_only(torch.Tensor, lambda tensor: tensor[:0] if tensor.dim() else tensor, batch)
         return _pinned(batch) if self.pin else batch
-
-    def _share(self, count: int) -> slice:
-        return share(count, self.rank, self.world)
 
     def _size(self) -> int | None:
         return None if self.is_stream else len(self.dataset)
@@ -257,7 +256,7 @@ class Loader:
 
 
 def stack(samples: list[Any]) -> Any:
-    """The default collate: torch's, with lists of numbers (as Hugging Face datasets give them) taken as
+    """Stack samples by torch's default collate, with lists of numbers (as in Hugging Face datasets) as
     tensors.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Documents to token sequences without padding.
+"""Packs documents into token sequences without padding.
 
-A part of the corpus becomes one file of tokens: its documents one after the other, each ended by the
-tokenizer's end-of-document token. Sequence i is tokens [i * sequence, (i + 1) * sequence); the rest, shorter
-than one, is not used. Invariant: the file depends on the texts and the tokenizer only, so every rank and
-every run sees the same sequences, and another sequence length reads the same file."""
+A subset of the corpus becomes one file of tokens: its documents end to end, each followed by the tokenizer's
+end-of-document token. Sequence i is tokens [i * sequence, (i + 1) * sequence); the rest, shorter than one, is
+not used. Invariant: the file depends only on the texts and the tokenizer, so every rank and every run has the
+same sequences, and any sequence length reads the same file."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     language models of Hugging Face shift the labels themselves.
 
     Args:
-        folder: what `pack_texts` returned.
+        folder: the folder that `pack_texts` returned.
         sequence: tokens in a sequence.
-        name: how errors call this text.
+        name: the name of this text in errors.
 
     Raises:
         DataError: a folder that is not complete, or fewer tokens than one sequence.
@@ -84,7 +84,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text for one token, end-of-document tokens counted as tokens of no bytes.
+        """The mean number of UTF-8 bytes of text per token; end-of-document tokens count as tokens without
+        bytes.
 
         A loss in nats per token is `loss / math.log(2) / bytes_per_token` bits per byte, which compares
         across tokenizers."""
@@ -92,16 +93,18 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of text in the sequences, the unused rest left out in proportion to its tokens."""
+        """The UTF-8 bytes of text in the sequences, without those of the unused rest (in proportion to its
+        tokens)."""
         return round(len(self) * self.sequence * self.bytes_per_token)
 
 
-def pack_texts(part: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Path:
-    """Tokenise the documents of `part` on the tokenizer's own threads; return the folder of the token file.
+def pack_texts(subset: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Path:
+    """Tokenise the documents of `subset` on the tokenizer's own threads. Returns the folder of the token
+    file.
 
-    The folder holds `tokens.bin` (little-endian uint16, or uint32 for a vocabulary above 65,536) and
-    `header.json` (dtype, number of tokens, UTF-8 bytes of the text). What a text says cannot make a special
-    token: its `<|endoftext|>` is so many ordinary tokens.
+    The folder has `tokens.bin` (little-endian uint16, or uint32 for a vocabulary above 65,536) and
+    `header.json` (dtype, number of tokens, UTF-8 bytes of the text). No text can make a special token:
+    `<|endoftext|>` in it becomes several ordinary tokens.
 
     Raises:
         DataError: the cache cannot be written, or the tokenizer has no end-of-document token.
@@ -114,7 +117,7 @@ def pack_texts(part: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) ->
     def build(unfinished: Path) -> None:
         tokens = text_bytes = 0
         with (unfinished / "tokens.bin").open("xb") as file:
-            for batch in _batches(part):
+            for batch in _batches(subset):
                 texts = [piece for piece, _ in batch]
                 text_bytes += sum(len(piece.encode()) for piece in texts)
                 encoded = tokenizer(
@@ -133,16 +136,17 @@ def pack_texts(part: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) ->
         log.info("packed %d bytes of text into %d tokens", text_bytes, tokens)
 
     key = blake2b(
-        f"packed-1 {end} {fingerprint(tokenizer)} {part.digest}".encode(), digest_size=10
+        f"packed-1 {end} {fingerprint(tokenizer)} {subset.digest}".encode(), digest_size=10
     ).hexdigest()
     return cached(cache / f"packed-{key}", build)
 
 
-def _batches(part: Subset) -> Iterator[list[tuple[str, bool]]]:
-    """Pieces of the documents, each with whether it ends one."""
+def _batches(subset: Subset) -> Iterator[list[tuple[str, bool]]]:
+    """Yield the text of all documents in batches to tokenise at once: pieces of documents, each with whether
+    it is the last of its document."""
     batch: list[tuple[str, bool]] = []
     size = 0
-    for chunks in part.in_chunks():
+    for chunks in subset.in_chunks():
         for piece in pieces(chunks):
             batch.append(piece)
             size += len(piece[0])

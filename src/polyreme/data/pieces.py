@@ -1,7 +1,7 @@
-"""Long texts in pieces, and parts of them, of which only one chunk is in memory at a time.
+"""Cuts long texts into pieces and slices, with only one chunk in memory at a time.
 
-Invariant: the pieces of a text one after the other are the text, however it is cut into chunks; a piece ends
-where no tokenizer of words joins what is before and after, unless there is no such place for LONGEST
+Invariant: the pieces of a text, joined, are the text, however it is cut into chunks; a piece ends where no
+tokenizer of words would join the characters before and after, unless there is no such place for LONGEST
 characters."""
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 PIECE = 1 << 18
-"""Characters of a piece: so few that one big text uses all threads of a tokenizer."""
+"""Characters of a piece: few enough that one big text uses all threads of a tokenizer."""
 LONGEST = 1 << 20
-"""Characters more that a piece may have where there is no place to cut it."""
+"""The most characters more that a piece has where there is no place to cut it."""
 # One space between two words. Byte-level BPEs never merge across it, so cutting there does not change the
 # tokens.
 BETWEEN_WORDS = re.compile(r"(?<=\S) (?=\S)")
@@ -24,8 +24,9 @@ BETWEEN_LINES = re.compile(r"(?<=\S)\n(?=\S)")
 def pieces(
     chunks: Iterable[str], size: int | None = None, longest: int | None = None
 ) -> Iterator[tuple[str, bool]]:
-    """Cut a text, given in chunks, into pieces of about `size` characters (PIECE), at most `longest`
-    (LONGEST) more: between words, else between lines, else anywhere. True marks the last."""
+    """Cut a text, given in chunks, into pieces of about `size` characters (default PIECE), at most `longest`
+    (LONGEST) more: between words, else between lines, else anywhere. Yields each with whether it is the
+    last."""
     size, longest = size or PIECE, longest or LONGEST
     held, start = "", 0
     for chunk in chunks:
@@ -37,7 +38,7 @@ def pieces(
 
 
 def _place(held: str, at: int, longest: int) -> int | None:
-    """Where to cut, at `at` or after it; None where it takes more text to tell."""
+    """The place to cut, at `at` or after it; None where more text is needed to tell."""
     if found := BETWEEN_WORDS.search(held, at, at + longest + 1):
         return found.start()
     if len(held) <= at + longest:
@@ -48,7 +49,7 @@ def _place(held: str, at: int, longest: int) -> int | None:
 
 @dataclass(frozen=True)
 class Slice:
-    """The characters from `start` to before `stop` of a text in chunks, read anew by each iteration."""
+    """The characters [start, stop) of a text in chunks, read again by each iteration."""
 
     chunks: Iterable[str]
     start: int
@@ -59,13 +60,13 @@ class Slice:
         for chunk in self.chunks:
             if at >= self.stop:
                 return
-            if part := chunk[max(0, self.start - at) : self.stop - at]:
-                yield part
+            if inside := chunk[max(0, self.start - at) : self.stop - at]:
+                yield inside
             at += len(chunk)
 
 
 def length(chunks: Iterable[str]) -> int:
-    """Characters of a text in chunks, without white space at its end."""
+    """Return the number of characters of a text in chunks, without white space at its end."""
     at = found = 0
     for chunk in chunks:
         if stripped := chunk.rstrip():
@@ -75,7 +76,7 @@ def length(chunks: Iterable[str]) -> int:
 
 
 def last_space(chunks: Iterable[str]) -> int:
-    """Where the last white space is in a text in chunks; 0 where there is none, or only there."""
+    """Return the index of the last white space of a text in chunks; 0 where there is none."""
     at = found = 0
     for chunk in chunks:
         if chunk[-1:].isspace():

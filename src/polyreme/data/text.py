@@ -1,8 +1,8 @@
-"""Text corpora: where documents come from, and which of them are held out.
+"""Text corpora: finds and reads their documents, and holds some of them out for validation.
 
 Invariants: iterating a corpus gives the same documents in the same order each time; neither a corpus nor a
 text file is held in memory whole (a row of a table is); `split` never puts a text into both the training and
-the validation part; nothing here runs code that comes with the data, and no glob leads out of its folder."""
+the validation subset; no code that comes with the data is run, and no glob leads out of its folder."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".json", *TABLES)
 
 @dataclass(frozen=True)
 class Document:
-    """One text, and where it came from (for messages)."""
+    """One text, and the name of its file or row (for messages)."""
 
     name: str
     chunks: Iterable[str]
-    """The text, of a long file read anew by each iteration."""
+    """The text in chunks; a long file is read again by each iteration."""
 
     @property
     def text(self) -> str:
-        """The whole text."""
+        """The whole text of the document, as one string."""
         return "".join(self.chunks)
 
 
@@ -72,7 +72,8 @@ class _File:
             raise DataError(f"cannot read {str(self.path)!r}: {error}") from error
 
     def seen(self) -> Iterable[str]:
-        """The same, once all of it is known to be text: a short one is then in memory."""
+        """Read the file once, to find out that all of it is text. Returns its chunks if it is short, else the
+        file itself. Raises DataError where it is not UTF-8."""
         chunks = list(islice(self, 2))
         if len(chunks) < 2:
             return chunks
@@ -81,7 +82,8 @@ class _File:
 
 
 def optional(module: str) -> ModuleType:
-    """Import a library of the `hf` extra, or raise a `DataError` that says how to get it."""
+    """Import a library of the `hf` extra. Raises DataError, with the way to install it, where it is
+    missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -90,17 +92,17 @@ def optional(module: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a few files and tables, read anew by each iteration. Texts of only white space are
-    left out.
+    """The documents of files and tables, read again by each iteration. Texts of only white space are left
+    out.
 
-    Iterating raises `DataError` for what cannot be read, a row without text in `field`, and a corpus without
-    any text."""
+    Iterating raises DataError for a source that cannot be read, a row without text in `field`, and a corpus
+    without any text."""
 
     name: str
     sources: tuple[Any, ...]  # a Path, or any iterable of rows (a Hugging Face dataset)
     field: str
     key: str = "data.path"
-    """The key of the config that names it (for messages)."""
+    """The key of the config that names the corpus (for messages)."""
 
     def __iter__(self) -> Iterator[Document]:
         empty = True
@@ -145,7 +147,7 @@ class Corpus:
             yield Document(f"{name}:{number}", (text.encode("utf-8", "replace").decode(),))
 
     def _instead(self, row: Any) -> str:
-        """What a row has where its text is looked for, and what to do."""
+        """Say what a row has in place of its text, and the fix."""
         if not isinstance(row, dict):
             return (
                 f"{_kind(row)} and no fields: write a table with the field {self.field!r}, or the bare text"
@@ -157,7 +159,7 @@ class Corpus:
 
 
 def _kind(value: object) -> str:
-    """A value of a row in words."""
+    """Describe a value of a row in words."""
     if isinstance(value, bool | int | float):
         return f"{'true or false' if isinstance(value, bool) else 'a number'} ({shortened(repr, value)})"
     return {dict: "a table", list: "a list", type(None): "nothing"}.get(
@@ -191,7 +193,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
 def documents(
     path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text", key: str = "data.path"
 ) -> Corpus:
-    """The corpus that `path` names. The first of these rules that fits decides:
+    """Find the corpus that `path` names, by the first of these rules that fits:
 
     1. an existing file: `.jsonl`, `.csv` and `.parquet` hold a document a row (`field` is the column), any
        other file is one document;
@@ -203,7 +205,7 @@ def documents(
     5. `"owner/name"` or `"owner/name:subset"`: the `train` split of a Hugging Face dataset, by
     `datasets.load_dataset`.
 
-    key: what errors call `path`.
+    key: the name of `path` in errors.
 
     Raises:
         DataError: nothing there, or no file that matches.
@@ -255,8 +257,8 @@ def documents(
 def _matching(
     folder: Path, pattern: Sequence[str], without: Collection[str] = frozenset()
 ) -> tuple[Path, ...]:
-    """Files below `folder`, but for folders named `without`, whose path ends with one of the globs. They are
-    matched, never joined, so none gets out."""
+    """The files below `folder`, outside of folders named `without`, whose path ends with one of the globs.
+    Globs are only matched, never joined to the path, so that none leads out of the folder."""
     found = []
     globs = [glob.removeprefix("**/") for glob in pattern if glob]
     for root, folders, files in os.walk(folder):
@@ -275,8 +277,8 @@ def _stdlib() -> tuple[Path, ...]:
 
 
 def _package_texts(name: str, pattern: Sequence[str]) -> tuple[Path, ...]:
-    """Text files of an installed package, found without importing it (a dotted name would import its
-    parent)."""
+    """The text files of an installed package, found without importing it. (No dotted names, which would
+    import the parent.)"""
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         return ()
@@ -289,7 +291,7 @@ def _load_dataset(name: str, key: str) -> Any:
     dataset, _, subset = name.partition(":")
     try:
         return datasets.load_dataset(dataset, subset or None, split="train")
-    except Exception as error:  # the hub's client raises many kinds, all of which mean that there is no data
+    except Exception as error:  # the hub's client raises many types, all of which mean that there is no data
         raise DataError(
             f"{key} = {name!r}: not a file, a folder or an "
             "installed package, and the Hugging Face dataset could "
@@ -301,7 +303,7 @@ def _load_dataset(name: str, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Subset:
-    """A part of a corpus's documents: their texts, read anew by each iteration, and a digest of exactly those
+    """Some of a corpus's documents: their texts, read again by each iteration, and a digest of exactly these
     texts."""
 
     texts: Iterable[str | Document]
@@ -311,15 +313,16 @@ class Subset:
         return (each if isinstance(each, str) else each.text for each in self.texts)
 
     def in_chunks(self) -> Iterator[Iterable[str]]:
-        """Each text in chunks, of which one is in memory at a time."""
+        """Yield each text in chunks, of which one is in memory at a time."""
         return ((each,) if isinstance(each, str) else each.chunks for each in self.texts)
 
 
 @dataclass(frozen=True)
 class _Chosen:
+    """The documents of a corpus whose byte in `chosen` is not 0."""
+
     corpus: Corpus
     chosen: bytes
-    """Of each document whether it is one of them."""
 
     def __iter__(self) -> Iterator[Document]:
         return compress(self.corpus, self.chosen)
@@ -341,17 +344,18 @@ def _choose(corpus: Corpus, digests: Sequence[bytes], chosen: set[bytes]) -> Sub
 
 
 def whole(corpus: Corpus) -> Subset:
-    """All documents of a corpus as one part."""
+    """Return all documents of a corpus as one subset."""
     digests = [_digest(document.chunks) for document in corpus]
     return _choose(corpus, digests, set(digests))
 
 
 def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Subset, Subset]:
-    """Training and validation part, the latter with `fraction` of the documents, at least one.
+    """Split into a training and a validation subset, the latter with `fraction` of the documents, at least
+    one.
 
-    A document's place depends on its text and `seed` only, so equal texts stay together and neither the order
-    of the files nor a few more of them move the others. A corpus of a single document is cut at white space
-    instead.
+    The subset of a document depends mainly on its text and `seed`: equal texts stay together, the order of
+    the files does not matter, and a few more files move few documents. A corpus of a single document is cut
+    at white space.
 
     Raises:
         DataError: `fraction` is not between 0 and 1, or a single document is too short to cut.
@@ -370,17 +374,16 @@ def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Subset, Subset]:
 
 
 def _cut(document: Document, fraction: float) -> tuple[Subset, Subset]:
-    """The first and last part of one text, cut at the white space nearest before the wished place, if there
-    is one."""
+    """Cut one text in two, at the last white space before the wanted place, if there is any."""
     end = length(document.chunks)
-    wished = min(round(end * (1 - fraction)), end - 1)
-    cut = last_space(Slice(document.chunks, 0, wished + 1)) or wished
-    parts = Slice(document.chunks, 0, cut), Slice(document.chunks, cut, end)
-    if not all(any(chunk.strip() for chunk in part) for part in parts):
+    wanted = min(round(end * (1 - fraction)), end - 1)
+    cut = last_space(Slice(document.chunks, 0, wanted + 1)) or wanted
+    slices = Slice(document.chunks, 0, cut), Slice(document.chunks, cut, end)
+    if not all(any(chunk.strip() for chunk in each) for each in slices):
         raise DataError(
             f"{document.name!r} is the only document and has {end} characters, too few to hold out "
             f"{fraction:.0%} of it. Use more text, another "
             "data.validation, or the path of a validation corpus there"
         )
-    train, validation = (Subset([Document(document.name, part)], _digest(part).hex()) for part in parts)
+    train, validation = (Subset([Document(document.name, each)], _digest(each).hex()) for each in slices)
     return train, validation

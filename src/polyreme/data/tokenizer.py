@@ -1,4 +1,4 @@
-"""Tokenizers: one trained on the training text, or one loaded from a directory.
+"""Tokenizers: trained on the training text, or loaded from a directory.
 
 Invariants: the same texts and size give the same tokenizer; a trained tokenizer loses nothing,
 `decode(encode(text)) == text` for every text; no code that comes with a tokenizer is run.
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 END = "<|endoftext|>"
 BYTES = 256
 LONGEST_WORD = 1024
-"""Bytes of a word of the trained tokenizer: what has more is several words. To find the merges of one word
-takes time that grows with the square of its length."""
+"""The most bytes in a word of the trained tokenizer; longer words are split. Encoding takes time that grows
+with the square of a word's length."""
 SAMPLE = 1 << 25
-"""Characters that a tokenizer is trained on, of longer texts spread evenly over them."""
-PIECE = 1 << 16  # characters of a text that the trainer, which holds some hundred at once, gets in one
+"""About the most characters that a tokenizer is trained on, spread evenly over longer texts."""
+PIECE = 1 << 16  # characters of a piece for the trainer, which holds some hundred pieces at once
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE as GPT-2's (Radford et al. 2019): every byte is a token, so none is ever
+    """Train a byte-level BPE like GPT-2's (Radford et al. 2019): every byte is a token, so none is ever
     unknown.
 
-    `<|endoftext|>` (id 0) is its one special token, for the start and end of a document and for padding. No
-    token reaches over LONGEST_WORD bytes of a text without a space, neither here nor when it encodes.
+    `<|endoftext|>` (id 0) is its only special token, for the start and end of a document and for padding.
+    Words of more than LONGEST_WORD bytes are split, in training and in encoding.
 
     Args:
-        vocab_size: number of tokens with the 256 bytes and the special one; a small corpus can give fewer.
+        vocab_size: number of tokens, with the 256 bytes and the special one; a small corpus can give fewer.
 
     Raises:
         DataError: `vocab_size` below 257.
@@ -78,8 +78,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def tokenizer_folder(chosen: str | None, model: str | None) -> str | None:
-    """Where the tokenizer is: in the folder `chosen`, else in the directory of the `model`; None where one is
-    to be trained.
+    """Return the folder of the tokenizer: `chosen`, else the directory of the `model`; None where one is to
+    be trained.
 
     Raises:
         DataError: the directory of a model has no tokenizer, and none was chosen.
@@ -97,7 +97,7 @@ def tokenizer_folder(chosen: str | None, model: str | None) -> str | None:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer directory that `save_pretrained` wrote. It is looked for on this disk only.
+    """Load a tokenizer from a directory that `save_pretrained` wrote; nothing is downloaded.
 
     Raises:
         DataError: no such directory, no tokenizer in it, or one without a token that ends a document.
@@ -110,41 +110,42 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     load = optional("transformers").AutoTokenizer.from_pretrained
     try:
         tokenizer: PreTrainedTokenizerBase = load(str(path), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # each family's loader raises kinds of its own
-        said = " ".join(str(error).split()) or type(error).__name__
+    except Exception as error:  # each family's loader raises types of its own
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
             f"{str(folder)!r}: no tokenizer can be loaded from it: "
-            f"{said:.300}. Set data.tokenizer to the directory of another one"
+            f"{reason:.300}. Set data.tokenizer to the directory of another one"
         ) from error
     end_of_document(tokenizer)
     return tokenizer
 
 
 def open_tokenizer(
-    part: Subset, *, folder: str | None, vocab_size: int, cache: Path
+    subset: Subset, *, folder: str | None, vocab_size: int, cache: Path
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`; without a folder, that trained on `part`, from the cache if it was trained
-    before."""
+    """Load the tokenizer in `folder`; without a folder, the one trained on `subset`, from the cache if it was
+    trained before."""
     if folder is not None:
         return load_tokenizer(folder)
 
     def build(unfinished: Path) -> None:
         log.info("training a tokenizer of %d tokens", vocab_size)
-        train_tokenizer(_sample(part), vocab_size).save_pretrained(str(unfinished))
+        train_tokenizer(_sample(subset), vocab_size).save_pretrained(str(unfinished))
 
-    key = blake2b(f"byte-level-bpe-2 {vocab_size} {part.digest}".encode(), digest_size=10).hexdigest()
+    key = blake2b(f"byte-level-bpe-2 {vocab_size} {subset.digest}".encode(), digest_size=10).hexdigest()
     return load_tokenizer(cached(cache / f"tokenizer-{key}", build))
 
 
-def _sample(part: Subset) -> Iterator[str]:
-    """The texts in pieces; of more than SAMPLE characters, every n-th piece."""
-    total = sum(len(chunk) for chunks in part.in_chunks() for chunk in chunks)
-    found = (piece for chunks in part.in_chunks() for piece, _ in pieces(chunks, PIECE, PIECE))
+def _sample(subset: Subset) -> Iterator[str]:
+    """Yield the texts in pieces; if they have more than SAMPLE characters, only every n-th piece."""
+    total = sum(len(chunk) for chunks in subset.in_chunks() for chunk in chunks)
+    found = (piece for chunks in subset.in_chunks() for piece, _ in pieces(chunks, PIECE, PIECE))
     return islice(found, 0, None, max(1, ceil(total / SAMPLE)))
 
 
 def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Id of the token that ends a document: the tokenizer's `eos`, or its `sep` (BERT's family)."""
+    """Return the id of the token that ends a document: the tokenizer's `eos`, or its `sep` (BERT's family).
+    Raises DataError where it has neither."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if isinstance(token, int):
             return token
@@ -156,9 +157,9 @@ def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of what decides how the tokenizer encodes: its whole backend, or all that a slow one saves."""
+    """Return a digest of the tokenizer: of its whole backend, or of all files that a slow one saves."""
     digest = blake2b(digest_size=16)
-    if tokenizer.is_fast:  # without a folder, which a rank that is killed here would leave behind
+    if tokenizer.is_fast:  # without a temporary folder, which a killed rank would leave behind
         digest.update(tokenizer.backend_tokenizer.to_str().encode())
         return digest.hexdigest()
     with TemporaryDirectory() as folder:

@@ -1,2 +1,2 @@
-"""Models that are built shard by shard: their initialisation is recorded, and replayed for the parts that a
-rank holds."""
+"""Builds models shard by shard: records their initialisation, and replays it for the tensors that a rank
+holds."""

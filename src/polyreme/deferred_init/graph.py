@@ -1,12 +1,12 @@
-"""What building a model did to its tensors, as a graph of operators, and the evaluator that computes any of
-it again, on demand.
+"""A graph of the operators by which a model was built, and the evaluator that computes any of its tensors
+again, on demand.
 
-The graph speaks of *values*: a value is what one storage holds between two writes, so views, slices and
-`.data` need no rows of their own.
+The graph consists of values: a value is the content of one storage between two writes, so that views, slices
+and `.data` need no rows of their own.
 
-Invariant: a value comes out with the bits that it had in the build, however often and in whatever order
-values are asked for: each random row is given the generator state that it began with, made by the row that
-ended there. No communication."""
+Invariant: a value is computed with the bits that it had in the build, however often and in whatever order
+values are asked for: each random row starts from the same generator state as in the build, which is the end
+of an earlier row. No communication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from polyreme.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor as a window on one value; `offset` and `stride` count elements."""
+    """A tensor as a view of one value; offset, stride: in elements."""
 
     value: int
     dtype: torch.dtype
@@ -35,6 +35,7 @@ class View:
     neg: bool
 
     def on(self, storage: UntypedStorage) -> Tensor:
+        """Return this view of a storage."""
         tensor = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.conj else tensor
         return torch._neg_view(tensor) if self.neg else tensor
@@ -42,25 +43,25 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """One row of the graph. Tensors in `args` and `kwargs` are `View`s."""
+    """One row of the graph: an operator's call. Tensors in `args` and `kwargs` are `View`s."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    reads: frozenset[int]  # values whose numbers decide the result or the number of random draws
-    needs: frozenset[int]  # reads, and values that are written in part only
+    reads: frozenset[int]  # values whose numbers affect the result or the number of random draws
+    needs: frozenset[int]  # `reads`, and values that the call overwrites only partly
     writes: tuple[tuple[int, int], ...]  # the values before and after, of each storage written
-    creates: tuple[tuple[int, View], ...]  # which output, and its window, of each new storage
+    creates: tuple[tuple[int, View], ...]  # the index of the output, and its view, for each new storage
     default_dtype: torch.dtype
     random: bool = False
-    private: bool = False  # draws from a generator of the build's own
+    private: bool = False  # draws from a generator that the build made
     start: int | Tensor | None = (
-        None  # generator state before the draw: where an earlier row ended, or the state itself
+        None  # generator state before the draw: that at an earlier row's end, or a state
     )
 
 
 class Graph:
-    """The rows in order, and for each value the row that makes it and its size in bytes."""
+    """The rows in order, and for each value the row that produces it and its size in bytes."""
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -69,13 +70,14 @@ class Graph:
         self.largest = 0
 
     def new_value(self, nbytes: int) -> int:
+        """Add a value that the next row produces. Returns its number."""
         self.producer.append(len(self.ops))
         self.nbytes.append(nbytes)
         self.largest = max(self.largest, nbytes)
         return len(self.nbytes) - 1
 
     def live(self, targets: Iterable[int]) -> tuple[set[int], dict[int, list[int]]]:
-        """The rows that `targets` depend on, and for each value the rows that will ask for it."""
+        """Return the rows that `targets` depend on, and for each value the rows that will need it."""
         draws = {i for i, op in enumerate(self.ops) if op.random and not op.private}
         live: set[int] = set()
         stack = [*targets, *(v for i in draws for v in self.ops[i].reads)]
@@ -94,8 +96,9 @@ class Graph:
 class Evaluator:
     """Computes values of a graph on demand.
 
-    A value stays in memory while `pending(value)`; but if these (the one just asked for apart) are together
-    larger than the largest value of the graph, the oldest go, and are made again when asked for."""
+    A value stays in memory while `pending(value)`; but if the kept values (without the one just asked for)
+    are together larger than the largest value of the graph, the oldest are dropped, and computed again on
+    demand."""
 
     def __init__(self, graph: Graph, pending: Callable[[int], bool]) -> None:
         self.graph = graph
@@ -107,24 +110,25 @@ class Evaluator:
         self._storage_bytes = 0
 
     def tensor(self, view: View) -> Tensor:
-        """The real tensor behind `view`, on memory that this evaluator may keep."""
+        """Return the real tensor of `view`, in memory that this evaluator may keep."""
         if view.value not in self._storages:
             self.run(self.graph.producer[view.value], full=True, result=view.value)
         return view.on(self._storages[view.value])
 
     def release(self, value: int) -> None:
-        """Forget `value` unless it is pending."""
+        """Drop `value` unless it is pending."""
         if value in self._storages and not self.pending(value):
             self._drop(value)
 
     def state(self, position: int | Tensor) -> Tensor:
-        """The generator state at `position`: a state, or where the row of that number ends."""
+        """Return the generator state at `position`: a state itself, or the number of the row at whose end it
+        is."""
         # torch reads a state from its storage's start
         return (position if isinstance(position, Tensor) else self.ends[position]).clone()
 
     def run(self, row: int, full: bool, result: int | None = None) -> None:
-        """Execute `row` and what it depends on; not `full` means for its random draws only. Keeps the value
-        `result`."""
+        """Execute `row` and the rows that it depends on, and keep the value `result`. Not `full`: only for
+        the random draws, without keeping values."""
         needed = self._needed_rows(row, full)
         uses = Counter(v for i, whole in needed.items() for v in self._inputs(i, whole))
         for i in sorted(needed):
@@ -186,7 +190,7 @@ class Evaluator:
                 self._storage_bytes += self.graph.nbytes[value]
 
     def _call(self, row: int, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call the operator with the default dtype and the generator state it had in the build; returns its
+        """Call the operator with the default dtype and the generator state of the build. Returns its
         outputs."""
         dtype, state = torch.get_default_dtype(), torch.get_rng_state()
         torch.set_default_dtype(op.default_dtype)
@@ -212,16 +216,12 @@ class Evaluator:
         if row in self.ends:
             return
         slot = len(self.ends) % 64
-        if (
-            slot == 0
-            # in slabs: many small blocks that stay would leave holes too small for the tensors that come and
-            # go between them
-        ):
+        if slot == 0:  # in slabs, as many small blocks that stay would fragment the memory
             self._slab = torch.empty(64, state.numel(), dtype=state.dtype)
         self.ends[row] = self._slab[slot].copy_(state)
 
     def _as_recorded(self, op: Op, tensor: Tensor, view: View) -> UntypedStorage:
-        """The output's storage, laid out as the views recorded on it expect."""
+        """Return the output's storage, in the layout of the build, on which the recorded views rely."""
         if tuple(tensor.shape) != view.size or tensor.dtype != view.dtype:
             raise ModelError(
                 f"{op.func} gave {tensor.dtype} {tuple(tensor.shape)} but "

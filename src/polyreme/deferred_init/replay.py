@@ -1,15 +1,17 @@
-"""Building a model too big to build whole: record how it is built, then make its tensors one at a time.
+"""Builds a model that is too big to build whole: records how it is built, then makes its tensors one at a
+time.
 
-Invariant: `record(build, seed).replay(sink)` hands out bit for bit the tensors of `torch.manual_seed(seed);
-build()`, and leaves the generator where that leaves it, whatever the number of ranks. No communication: every
-rank walks the same graph.
+Invariant: `record(build, seed).replay(sink)` passes on, bit for bit, the tensors of `torch.manual_seed(seed);
+build()`, and leaves the generator in the same state, whatever the number of ranks. No communication: every
+rank replays the same graph.
 
-While recording, every tensor is fake: it claims to be on the CPU (so that libraries which skip initialisation
-on the meta device do not) and holds no numbers. Each operator that makes or writes numbers goes in a graph
-(`zero.graph`). Replay is driven by demand, from the last value of each parameter and buffer: what was
-overwritten is never computed, except that its random draws are still made on scrap memory, because they move
-the generator. The generator's state before each draw is remembered (5 KB each), so a value that was let go to
-save memory, or one that the build reads (`.item()`, `if mask.any()`), can be made again at any time."""
+While recording, every tensor is fake: it claims to be on the CPU (so that libraries do not skip
+initialisation as on the meta device), and has no numbers. Each operator that makes or writes numbers goes
+into a graph (`graph`). Replay computes on demand, from the last value of each parameter and buffer: a value
+that is overwritten is never computed, but its random draws are still made, in scratch memory, because they
+advance the generator. The generator's state before each draw is kept (5 KB each), so that a value which was
+dropped to save memory, or which the build reads (`.item()`, `if mask.any()`), can be computed again at any
+time."""
 
 from __future__ import annotations
 
@@ -45,28 +47,22 @@ _UNFAKEABLE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-# In-place operators whose result does not depend on what the tensor held before.
+# In-place operators whose result does not depend on the tensor's old numbers.
 _FILLS = {
-    *(aten.zero_, aten.fill_, aten.copy_, aten.normal_, aten.uniform_, aten.random_, aten.bernoulli_),
-    *(aten.exponential_, aten.geometric_, aten.cauchy_, aten.log_normal_),
-}
-# Operators that look at the shape of their tensor argument and never at its numbers.
+    aten.zero_, aten.fill_, aten.copy_, aten.normal_, aten.uniform_, aten.random_, aten.bernoulli_,
+    aten.exponential_, aten.geometric_, aten.cauchy_, aten.log_normal_,
+}  # fmt: skip
+# Operators that use the shape of their tensor argument, and never its numbers.
 _SHAPE_ONLY = {
-    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
-    *(
-        aten.randint_like,
-        aten.new_empty,
-        aten.new_empty_strided,
-        aten.new_zeros,
-        aten.new_ones,
-        aten.new_full,
-    ),
-}
+    aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like,
+    aten.randint_like, aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones,
+    aten.new_full,
+}  # fmt: skip
 _MARK = 1 << 62
 
 
 class _Fakes(FakeTensorMode):
-    """One set of fake tensors; a deep copy of one of them belongs to it as well."""
+    """A set of fake tensors, which deep copies of its tensors belong to as well."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Fakes:
         return self
@@ -75,9 +71,9 @@ class _Fakes(FakeTensorMode):
 class _Recorder(TorchDispatchMode):
     """Runs every operator on fake tensors and records those that make or write numbers.
 
-    The default generator does not draw meanwhile: after each random row it is set to a mark that stands for
-    "where that row ended", so that `torch.manual_seed`, `fork_rng` and `set_rng_state` in the build are
-    noticed by the next draw."""
+    The default generator draws nothing meanwhile: after each random row it is set to a mark, a state that
+    stands for the end of that row. So the next draw sees whether the build called `torch.manual_seed`,
+    `fork_rng` or `set_rng_state`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,18 +120,19 @@ class _Recorder(TorchDispatchMode):
         return func(*tree_map_only(Tensor, self.read, args), **tree_map_only(Tensor, self.read, kwargs))
 
     def view(self, tensor: Tensor) -> View:
-        """`tensor`, which may be a real one, as a window on the latest value of its storage."""
+        """Return `tensor`, which may be a real one, as a view of the latest value of its storage."""
         tensor = self._as_fake(tensor)
         address = _storage(tensor, "the build")._cdata
         where = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
         return View(self._current[address], tensor.dtype, *where, tensor.is_conj(), tensor.is_neg())
 
     def read(self, tensor: Tensor) -> Tensor:
-        """The numbers that `tensor` holds at this point of the build."""
+        """Return a real tensor with the numbers that `tensor` has at this point of the build."""
         return self.evaluator.tensor(self.view(tensor)) if isinstance(tensor, FakeTensor) else tensor
 
     def position(self) -> int | Tensor:
-        """Where the default generator stands: at the end of a row, or in a state that the build set."""
+        """Return the default generator's position: the number of the row that ended there, or a state that
+        the build set."""
         state = torch.get_rng_state()
         return self._marks.get(state.numpy().tobytes(), state)
 
@@ -163,7 +160,7 @@ class _Recorder(TorchDispatchMode):
         if not old and not fresh:
             return result
         writes = tuple((value, self._new_value(address)) for address, value in old.items())
-        creates = tuple((i, self._adopt(outputs[i])) for i in fresh.values())
+        creates = tuple((i, self._track(outputs[i])) for i in fresh.values())
         op = Op(
             func,
             seen_args,
@@ -182,8 +179,8 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _draw(self, op: Op, generator: torch.Generator | None) -> None:
-        """Append a random row, and put the generator where it can be recognised, or (one of the build's own)
-        where the draw leaves it."""
+        """Append a random row, and set the default generator to a mark; or a generator that the build made to
+        its state after the draw."""
         row = len(self.graph.ops)
         self.graph.ops.append(op)
         if generator is None or _same(generator, torch.default_generator):
@@ -202,12 +199,12 @@ class _Recorder(TorchDispatchMode):
         generator.set_state(self.evaluator.state(row))
 
     def _constant(self, real: Tensor) -> Tensor:
-        """A fake tensor for one that the build took from elsewhere: Python numbers, an array, a file."""
+        """Make a fake tensor for a real one that the build got from Python numbers, an array or a file."""
         _storage(real, "something outside")
         held = real.detach().resolve_conj().resolve_neg().clone()
         with self.fake:
             fake = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu")
-        view = self._adopt(fake)
+        view = self._track(fake)
         self.graph.ops.append(
             Op(held.clone, (), {}, frozenset(), frozenset(), (), ((0, view),), torch.get_default_dtype())
         )
@@ -216,14 +213,15 @@ class _Recorder(TorchDispatchMode):
     def _as_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
 
-    def _adopt(self, tensor: Tensor) -> View:
+    def _track(self, tensor: Tensor) -> View:
+        """Enter a new storage, whose first value is the tensor's."""
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = storage
         self._new_value(storage._cdata)
         return self.view(tensor)
 
     def _new_value(self, address: int) -> int:
-        """The value that the row about to be appended gives to this storage."""
+        """Add the value that the next row gives to this storage."""
         if address in self._current:
             self._superseded.add(self._current[address])
         self._current[address] = self.graph.new_value(self._storages[address].nbytes())
@@ -231,7 +229,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor, maker: object) -> UntypedStorage:
-    """The tensor's memory. Raises ModelError for one that cannot be recorded."""
+    """The tensor's storage. Raises ModelError for a tensor that cannot be recorded; `maker`: its operator."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ModelError(
             f"{maker} makes a {tensor.layout} tensor on {tensor.device} "
@@ -248,7 +246,7 @@ def _same(a: torch.Generator, b: torch.Generator) -> bool:
 def _leaves(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type, chosen: Callable[[Any, Any], bool]
 ) -> list[Any]:
-    """The leaves of type `kind` among the arguments that `chosen(func, argument of the schema)` accepts."""
+    """The leaves of type `kind` in the arguments for which `chosen(func, argument of the schema)` is true."""
     schema = func._schema.arguments
     named = {argument.name: argument for argument in schema}
     pairs = [*zip(schema, args, strict=False), *((named[name], value) for name, value in kwargs.items())]
@@ -272,14 +270,14 @@ def _is_read(func: Any, argument: Any) -> bool:
 
 
 def _is_filled(func: Any) -> bool:
-    """Whether what `func` writes owes nothing to what was there."""
+    """Whether the numbers that `func` writes do not depend on those that were there."""
     return func.overloadpacket in _FILLS or any(
         a.kwarg_only and _is_written(func, a) for a in func._schema.arguments
     )
 
 
 def _covers(tensor: Tensor) -> bool:
-    """Whether `tensor` reaches each byte of its storage: dense, without overlap, and as large."""
+    """Whether `tensor` covers each byte of its storage once."""
     step = 1
     for stride, size in sorted(
         (st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1
@@ -291,8 +289,8 @@ def _covers(tensor: Tensor) -> bool:
 
 
 class _Reads(TorchFunctionMode):
-    """Answers the reads that no operator stands for: `.numpy()` and `numpy.asarray`. The array is a copy, and
-    read-only."""
+    """Computes the numbers for reads that are not operators: `.numpy()` and `numpy.asarray`. The array is a
+    read-only copy."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -308,12 +306,11 @@ class _Reads(TorchFunctionMode):
 
 
 class Recording:
-    """A module whose tensors are on the meta device, and how to make them.
+    """A module whose tensors are on the meta device, and the record by which they can be made.
 
-    parameters, buffers: by first name, in the order of registration; meta tensors, those that the module
-    holds.
-    aliases: for each tied parameter or buffer, its first name and the others.
-    order: names in the order in which `replay` completes them, the same on every rank.
+    parameters, buffers: the module's own meta tensors, by first name, in the order of registration.
+    aliases: for each tied parameter or buffer, the other names by the first.
+    order: names in the order in which `replay` makes them, the same on every rank.
     """
 
     def __init__(
@@ -333,14 +330,14 @@ class Recording:
         self._seed, self._graph, self._views, self._final = seed, graph, views, final
 
     def replay(self, sink: Sink, names: Collection[str] | None = None) -> None:
-        """Make each parameter and buffer, or those whose first name is in `names`, and give it to `sink(name,
-        tensor)`, once, under its first name. Of the others only the random draws are made, one at a time,
-        because they move the generator.
+        """Make each parameter and buffer, or those whose first name is in `names`, and pass it to `sink(name,
+        tensor)`, once, under its first name. For the others only the random draws are made, one at a time,
+        because they advance the generator.
 
-        The tensor is whole, on the CPU, without gradient. It is let go after the call unless the sink keeps
-        it; while the replay goes on, the sink must not write it (later tensors may be computed from it).
-        Afterwards the generators are where `torch.manual_seed(seed); build()` leaves them; an exception of
-        the sink leaves them as they were. May be called again."""
+        The tensor is whole, on the CPU, without gradient. It is freed after the call unless the sink keeps
+        it; until the replay ends, the sink must not write to it, as later tensors may be computed from it.
+        Afterwards the generators are as `torch.manual_seed(seed); build()` leaves them; if the sink raises,
+        they are not changed. May be called again."""
         graph = self._graph
         wanted = deque(name for name in self.order if names is None or name in names)
         undelivered = Counter(self._views[name].value for name in wanted)
@@ -365,7 +362,7 @@ class Recording:
                     evaluator.run(row, full=row in live)
                 while wanted and graph.producer[self._views[wanted[0]].value] == row:
                     deliver(wanted.popleft())
-        torch.manual_seed(self._seed)  # the generators of other devices, too
+        torch.manual_seed(self._seed)  # also for the generators of other devices
         torch.set_rng_state(evaluator.state(self._final))
 
 
@@ -373,16 +370,16 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
     """Run `build` without memory for its tensors, and record how `torch.manual_seed(seed); build()` makes
     them.
 
-    build: makes the module on the CPU. It runs once, without gradients, on fake tensors. Where it reads
-        numbers (`.item()`, `if mask.any()`, `.numpy()`), these are computed on the spot, at the cost of the
-        random draws that lead there. Its subclasses of nn.Parameter become plain ones.
-    seed: for the default generator. Generators of the build's own are followed as well; those of Python and
-    NumPy are the caller's.
+    build: makes the module on the CPU. It runs once, without gradients, on fake tensors. Numbers that it
+        reads (`.item()`, `if mask.any()`, `.numpy()`) are computed at once, with the random draws before
+        them. Subclasses of nn.Parameter become plain parameters.
+    seed: of the default generator. Generators that the build makes are recorded as well; those of Python and
+        NumPy are not.
 
     Tensors that the module keeps outside its parameters and buffers are made at once. Generator states are
-    left as they were. A build on meta tensors, on another device or of sparse tensors, in-place operators
-    that cannot run on fake tensors, and parameters that are kept outside the module as well, raise
-    ModelError; whatever `build` raises goes through."""
+    restored. Raises ModelError for a build on meta tensors or another device or of sparse tensors, for
+    in-place operators that cannot run on fake tensors, and for parameters that are kept outside the module as
+    well; errors of `build` itself are passed on."""
     recorder = _Recorder()
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
@@ -419,8 +416,8 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
 
 
 def _put_on_meta(module: nn.Module, recorder: _Recorder) -> dict[int, str]:
-    """Replace the module's parameters and buffers by meta tensors, tied alike; returns the first names of the
-    old parameters, by id."""
+    """Replace the module's parameters and buffers by meta tensors, with the same ties. Returns the first
+    names of the old parameters, by id."""
     with recorder.fake:
         internal = vars(torch.empty(0)).keys() | {"_is_param"}
     old = {
@@ -443,8 +440,8 @@ def _put_on_meta(module: nn.Module, recorder: _Recorder) -> dict[int, str]:
 
 
 def _make_others(recorder: _Recorder, names: dict[int, str]) -> None:
-    """Give their numbers to the fake tensors that outlive the build: plain attributes, items of lists,
-    variables of closures."""
+    """Replace the fake tensors that outlive the build (plain attributes, items of lists, variables of
+    closures) by real ones."""
 
     def survivors() -> list[FakeTensor]:
         return [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is recorder.fake]

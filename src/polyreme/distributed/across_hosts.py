@@ -1,16 +1,16 @@
-"""Direct exchanges over MPI between hosts that have several ranks each: what all ranks of a host want crosses
-the network once, and what they add to a sum goes on as one number where that is less.
+"""Direct exchanges over MPI between hosts that have several ranks each: data that all ranks of a host want
+crosses the network once, and numbers that a host adds to a sum go on as one where that is less.
 
 Invariants: those of `gloo_direct`; numbers are the same to the last bit as if every rank had sent to every
-other one, so that a host only ever adds to the sum of all hosts before it. What a rank passes on goes on
-whoever waits, and for what: operations of MPI run by themselves.
+other one, so that a host only ever adds to the sum of all hosts before it. A rank passes data on whether or
+not it waits for it: operations of MPI run by themselves.
 
-Communication: of an all-gather each rank sends its part to one rank of every other host, which has its own
-host read it there: (hosts - 1) parts in place of (ranks of other hosts). Of a sum, ranks in the same place of
-each host are a chain: the first host's sum its ranks' numbers, the next one's add theirs, and the last one's
-send what is wanted elsewhere back. Where there is no chain, each rank sums a part of an all-reduce, and sends
-it to all. Over gloo nothing would pass a sum on while its rank waits for something else: there all is sent
-directly."""
+Communication: in an all-gather each rank sends its shard to one rank of every other host, whose neighbours
+read it there: (hosts - 1) shards instead of (ranks of other hosts). In a sum, ranks in the same place of each
+host form a chain: the first host sums its ranks' numbers, each next one adds its own, and the last one sends
+results that are wanted elsewhere back. Where no chain is possible, each rank sums a chunk of an all-reduce,
+and sends it to all. Over gloo nothing would pass a sum on while its rank waits for something else: there all
+data is sent directly."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.work import Work, reporting
 
 SMALL = 4096
-"""Bytes of a part below which each rank sends its own to every rank of other hosts: that is one trip, and
-passing it on within a host another."""
+"""Bytes of a shard below which each rank sends it directly to every rank of other hosts, in one trip instead
+of two."""
 LITTLE = 1 << 15
 """Bytes up to which each rank sums for itself: that is one trip, and a chain at least two."""
 PIECE, PIECES = 1 << 20, 16
-"""Bytes of a sum that are passed on by themselves, so that hosts work at the same time; and their most."""
+"""Bytes of the pieces in which a sum is passed on, so that hosts work at the same time; and the most
+pieces."""
 
 
 @dataclass(frozen=True)
 class ChainSum:
-    """One sum of a chain: where among each rank's numbers it is taken, which hosts want it, and where this
-    rank has it on its way and, if its host wants it, in the end."""
+    """One sum of a chain: the slice of each rank's numbers that it takes, the hosts that want the result, and
+    the buffers of this rank for the sum on its way and, if its host wants it, for the result."""
 
     at: slice
     wanted: Sequence[int]
@@ -51,28 +52,28 @@ class ChainSum:
     total: Tensor
 
     def pieces(self, numbers: Tensor) -> Sequence[Tensor]:
-        """Those of as many numbers as the sum has."""
+        """Split `numbers`, as many as the sum has, into the pieces that are passed on one by one."""
         return numbers.tensor_split(min(self.passing.nbytes // PIECE + 1, PIECES))
 
 
 class AcrossHosts(GlooDirect):
-    """A `Backend` of one axis whose ranks are those of a group over MPI."""
+    """A `Backend` of one axis over the ranks of an MPI group."""
 
     _hosts: Sequence[Sequence[int]] = ()
-    """The ranks of each host, where there are several hosts with as many ranks each; in one order on all
-    ranks."""
-    _in_parts = True
-    """Whether an all-reduce is one of parts, each of which one rank sums: between hosts without a chain."""
+    """The ranks of each host, in one order on all ranks; empty unless there are several hosts with equally
+    many ranks each."""
+    _in_chunks = True
+    """Whether each rank sums one chunk of an all-reduce: between hosts that cannot form a chain."""
     _in_order = False
-    """Whether each host's ranks follow on those of the one before."""
+    """Whether ranks are numbered host by host."""
 
     def __init__(self, axis: str, size: int, rank: int, group: dist.ProcessGroup) -> None:
         super().__init__(axis, size, rank, group)
         assert isinstance(group, MpiGroup)
         self._mpi: MpiGroup = group
 
-    def meet(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
-        super().meet(gather, timeout)
+    def find_neighbours(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
+        super().find_neighbours(gather, timeout)
         near = sorted({self._rank, *(self._board.ranks if self._board is not None else ())})
         found = gather(near)
         hosts = [list(each) for each in sorted({tuple(each) for each in found})]
@@ -82,12 +83,12 @@ class AcrossHosts(GlooDirect):
             self._in_order = [*itertools.chain(*hosts)] == [*range(self._size)]
             self._host = hosts.index(near)
             self._column = [host[near.index(self._rank)] for host in hosts]  # the ranks of a chain
-        self._in_parts = len(hosts) > 1 and not self._in_order
+        self._in_chunks = len(hosts) > 1 and not self._in_order
 
     def bytes_of_all_reduce(self, nbytes: int) -> int:
-        """That of a chain differs from rank to rank: of them all, their mean."""
-        parted = (self._in_order or self._in_parts) and nbytes > LITTLE
-        return 2 * (self._size - 1) * nbytes // self._size if parted else super().bytes_of_all_reduce(nbytes)
+        """Return the bytes that a rank sends. They differ along a chain, so there it is their mean."""
+        chunked = (self._in_order or self._in_chunks) and nbytes > LITTLE
+        return 2 * (self._size - 1) * nbytes // self._size if chunked else super().bytes_of_all_reduce(nbytes)
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
         board = self._board
@@ -97,19 +98,20 @@ class AcrossHosts(GlooDirect):
         what, _, first, sign, tag = exchange
         others = [host for host in self._hosts if host != self._near]
         ready = shard if board.heap.offset(shard) >= 0 else self._stage(shard)
-        passed = self._place(len(others) * shard.numel(), shard.dtype)  # what other hosts send to this rank
-        with reporting(what, self.meeting):
+        # shards from other hosts, for all ranks here
+        passed = self._place(len(others) * shard.numel(), shard.dtype)
+        with reporting(what, self.watched):
             for to in board.ranks:
                 board.post(to, first, ready, sign)
             moving = self._to_other_hosts(shard, passed, others, tag)
         relay = self._mpi.operation(what, self._passing(moving, passed, exchange), [shard])
         places = full.chunk(self._size)
 
-        def fill(source: int, parts: Tensor) -> None:
+        def fill(source: int, shards: Tensor) -> None:
             """Take what rank `source` passed on."""
             column = self._near.index(source)
-            for host, part in zip(others, parts.chunk(len(others)), strict=True):
-                put(places[host[column]], part)
+            for host, sent in zip(others, shards.chunk(len(others)), strict=True):
+                put(places[host[column]], sent)
 
         def complete() -> None:
             put(places[self._rank], shard)
@@ -127,7 +129,7 @@ class AcrossHosts(GlooDirect):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
         board, hosts = self._board, len(self._hosts)
-        # a host sends on a sum for every rank; else, for every rank of another one, its own ranks' numbers
+        # a chain sends one sum for each rank; direct exchange, for each rank elsewhere, every rank's numbers
         less = hosts * out.itemsize < (hosts - 1) * len(self._near) * full.itemsize if hosts else False
         if not self._in_order or board is None or full.nbytes <= LITTLE or not less:
             return super().reduce_scatter(out, full, accumulate, of)
@@ -147,11 +149,11 @@ class AcrossHosts(GlooDirect):
 
     def all_reduce(self, tensor: Tensor) -> Work:
         board, hosts = self._board, len(self._hosts)
-        if self._in_parts and tensor.nbytes > LITTLE:
+        if self._in_chunks and tensor.nbytes > LITTLE:
             exchange = self._next(f"all-reduce over {self._axis} ({tensor.numel()} {tensor.dtype})", 0)
             what, number = exchange.what, exchange.number
-            work = self._mpi.operation(what, self._parted(tensor, exchange.tag))
-            return Work([work], what=what, meeting=self.meeting, number=number)
+            work = self._mpi.operation(what, self._chunked(tensor, exchange.tag))
+            return Work([work], what=what, group=self.watched, number=number)
         if not self._in_order or board is None or tensor.nbytes <= LITTLE:
             return super().all_reduce(tensor)
         exchange = self._next(f"all-reduce over {self._axis} ({tensor.numel()} {tensor.dtype})", 2)
@@ -170,9 +172,9 @@ class AcrossHosts(GlooDirect):
                 source: board.await_post(source, second, places[source].numel(), tensor.dtype, sign)
                 for source in board.ranks
             }
-            # who has its sum has read this rank's numbers: they may be written over
-            for source, part in {**sums, self._rank: total}.items():
-                put(places[source], part)
+            # a rank that has its sum has read this rank's numbers, which may now be overwritten
+            for source, summed in {**sums, self._rank: total}.items():
+                put(places[source], summed)
             for source in sums:
                 board.acknowledge(source, second)
 
@@ -181,21 +183,23 @@ class AcrossHosts(GlooDirect):
             exchange, [chain], complete, {second - 1: [ready], second: [total]}, staged
         )
 
-    def _parted(self, tensor: Tensor, tag: int) -> Iterator[Step]:
-        """Sum in place: each rank its part of what all send it, which it then sends to all."""
-        parts, own = tensor.tensor_split(self._size), self._rank
-        received = [part if rank == own else torch.empty_like(parts[own]) for rank, part in enumerate(parts)]
-        yield self._swapped(parts, received, tag)
-        sum_into(parts[own], received, False)
-        yield self._swapped([parts[own]] * self._size, parts, tag)
+    def _chunked(self, tensor: Tensor, tag: int) -> Iterator[Step]:
+        """Sum in place: each rank sums its chunk, which all ranks send to it, and sends the result to all."""
+        chunks, own = tensor.tensor_split(self._size), self._rank
+        received = [
+            chunk if rank == own else torch.empty_like(chunks[own]) for rank, chunk in enumerate(chunks)
+        ]
+        yield self._swapped(chunks, received, tag)
+        sum_into(chunks[own], received, False)
+        yield self._swapped([chunks[own]] * self._size, chunks, tag)
 
-    def _swapped(self, parts: Sequence[Tensor], places: Sequence[Tensor], tag: int) -> list[Any]:
-        """Begin to give every other rank its part, and to get theirs into places."""
+    def _swapped(self, chunks: Sequence[Tensor], places: Sequence[Tensor], tag: int) -> list[Any]:
+        """Begin to give every other rank its chunk, and to receive theirs into `places`."""
         moving: list[Any] = []
         for step in range(1, self._size):
             to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
             moving.append(self._receiving(places[source], source, tag))
-            moving.append(self._sending(parts[to], to, tag))
+            moving.append(self._sending(chunks[to], to, tag))
         return moving
 
     def _sending(self, tensor: Tensor, to: int, tag: int) -> Any:
@@ -205,28 +209,28 @@ class AcrossHosts(GlooDirect):
         return self._mpi.receiving(tensor, source, tag)
 
     def _pending_of(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-        """One operation: its time is Python's, by far, where messages are small."""
+        """Return one operation for all messages: small messages spend most of their time in Python."""
         return [self._mpi.operation(what, iter([begun]), tensors)] if begun else []
 
     def _to_other_hosts(
         self, shard: Tensor, passed: Tensor, others: Sequence[Sequence[int]], tag: int
     ) -> list[Any]:
-        """Begin to exchange this rank's part with one rank of each other host, whose part goes to
+        """Begin to exchange this rank's shard with one rank of each other host, whose shard goes to
         `passed`."""
         moving: list[Any] = []
-        for host, part in zip(others, passed.chunk(len(others)), strict=True):
+        for host, place in zip(others, passed.chunk(len(others)), strict=True):
             there = host[self._near.index(self._rank)]
-            moving.append(self._mpi.receiving(part, there, tag))
+            moving.append(self._mpi.receiving(place, there, tag))
             moving.append(self._mpi.sending(shard, there, tag))
         return moving
 
     def _passing(self, moving: Sequence[Any], passed: Tensor, exchange: Exchange) -> Iterator[Step]:
-        """Tell this host's ranks of what came from others, when it has come."""
+        """Post the shards of other hosts to this host's ranks, once they have arrived."""
         yield moving
         self._tell(exchange, passed)
 
     def _tell(self, exchange: Exchange, found: Tensor) -> None:
-        """Post a second notice."""
+        """Post the second notice of an exchange to this host's ranks."""
         assert self._board is not None
         for to in self._board.ranks:
             self._board.post(to, exchange.notice + 1, found, exchange.sign)
@@ -234,10 +238,10 @@ class AcrossHosts(GlooDirect):
     def _begin_chain(
         self, exchange: Exchange, ready: Tensor, sums: Sequence[ChainSum], found: Tensor | None
     ) -> Operation:
-        """Begin to sum numbers of which this rank's are `ready`, for this host's ranks, too; what is `found`
-        they are told of."""
+        """Begin the sums, to which this rank gives the numbers in `ready`. The result is written to `found`,
+        if given, and posted to this host's ranks."""
         assert self._board is not None
-        with reporting(exchange.what, self.meeting):
+        with reporting(exchange.what, self.watched):
             for to in self._board.ranks:
                 self._board.post(to, exchange.notice, ready, exchange.sign)
             return self._mpi.operation(exchange.what, self._chain(exchange, ready, sums, found))
@@ -268,8 +272,8 @@ class AcrossHosts(GlooDirect):
         sent = []
         for chain_sum in sums:
             to = [host + 1] if host != last else [each for each in chain_sum.wanted if each != last]
-            parts = zip(*(chain_sum.pieces(each[chain_sum.at]) for each in numbers), strict=True)
-            for total, added in zip(chain_sum.pieces(chain_sum.passing), parts, strict=True):
+            of_ranks = zip(*(chain_sum.pieces(each[chain_sum.at]) for each in numbers), strict=True)
+            for total, added in zip(chain_sum.pieces(chain_sum.passing), of_ranks, strict=True):
                 if host:
                     yield [coming.popleft()]
                 sum_into(total, [total, *added] if host else added, False)

@@ -1,10 +1,9 @@
-"""Agreement between ranks: what has to be the same on all of them is compared before anything depends on it:
-the config, and the versions of what computes, before the mesh is made, the model before its numbers move.
+"""Compare what has to be the same on all ranks before anything depends on it: the config and the versions of
+what computes before the mesh is made, the model before its numbers move.
 
-Invariant: where ranks differ, or where it cannot be had on some of them, every rank raises, and none waits
-for another.
-Communication: one exchange of a digest, and where ranks differ, one of all that was compared.
-"""
+Invariant: where ranks differ, or one of them fails to make what is compared, every rank raises, and none
+waits for another.
+Communication: one exchange of a digest, and where ranks differ, one of all that was compared."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import inspect
 import json
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType
 from typing import Any, Protocol, TypeVar
@@ -26,35 +25,45 @@ from polyreme.distributed.versions import refuse_unlike, versions
 from polyreme.errors import ConfigError, LaunchError, ModelError, PolyremeError, Problem, ranks_named
 
 OF_A_RANK = ("data.", "monitor.", "launch.", "model.path", "checkpoint.folder", "checkpoint.resume")
-"""Beginnings of keys that may differ between ranks: where files are on a rank's host, and what it shows."""
+"""Prefixes of config keys that may differ between ranks: where files are on a rank's host, and what it
+shows."""
 SHOWN = 8
-"""Differences that an error lists."""
+"""Most differences that an error lists."""
 
 T = TypeVar("T")
 Difference = tuple[str, Any, str]
-"""A key, what rank 0 has, and who has what."""
+"""A key, rank 0's value, and a text of which ranks have which value."""
 
 
 class Keyed(Protocol):
-    """A config: the value of each key, by its dotted name."""
+    """A config: the value of each key, by its dotted name, and the keys that a search has to replace."""
+
+    @property
+    def searched(self) -> Sequence[str]:
+        """The keys whose values are not theirs yet."""
 
     def value(self, key: str) -> Any:
-        """What key has."""
+        """Return the value of `key`."""
 
 
 Settings = TypeVar("Settings", bound=Keyed)
 
 
 def same_config(everyone: Axis, load: Callable[[], Settings]) -> Settings:
-    """The config, which is the same on all ranks. Raises ConfigError on every rank, with each key that
-    differs; where some rank could not read it, its own error there and LaunchError on the others. Raises
-    LaunchError, before any of these, for versions that differ."""
-    return _same(everyone, load, _config_facts, "could not read its config", _configs_differ, versions)
+    """Return the config after comparing it over all ranks. Raises ConfigError on every rank, with each key
+    that differs. Where a rank could not read it, raises that error there and LaunchError on the others.
+    Raises LaunchError first where versions differ."""
+
+    def facts(config: Settings) -> dict[str, Any]:
+        found = {key: _comparable(key, config.value(key)) for key in LEAVES if not key.startswith(OF_A_RANK)}
+        return found | dict.fromkeys(config.searched, "auto")
+
+    return _same(everyone, load, facts, "could not read its config", _configs_differ, versions)
 
 
 def same_model(everyone: Axis, module: nn.Module, others: Mapping[str, object]) -> None:
     """Compare the model's structure, not its numbers, and `others` by name. Raises ModelError on every rank,
-    with what differs."""
+    with all differences."""
     _same(
         everyone,
         lambda: None,
@@ -65,7 +74,7 @@ def same_model(everyone: Axis, module: nn.Module, others: Mapping[str, object]) 
 
 
 def same_scheduler(everyone: Axis, state: Mapping[str, object]) -> None:
-    """Compare what a torch scheduler knows. Raises ModelError on every rank, with what differs."""
+    """Compare the state of a torch scheduler. Raises ModelError on every rank, with all differences."""
     _same(
         everyone,
         lambda: None,
@@ -76,8 +85,9 @@ def same_scheduler(everyone: Axis, state: Mapping[str, object]) -> None:
 
 
 def known_as(given: object) -> str | None:
-    """What identifies a function, a class or an object that does what a function does, on every rank: its
-    name, and a digest of Python code. What it closes over may differ, such as a rank's number for its log."""
+    """Return a text that identifies a function, a class or a callable object on every rank: its name, and a
+    digest of its Python code. Variables that it closes over may differ, such as a rank's number for its
+    log."""
     if given is None:
         return None
     while isinstance(given, partial):
@@ -94,7 +104,7 @@ def known_as(given: object) -> str | None:
 
 
 def _code(code: CodeType) -> tuple[object, ...]:
-    """What a function does, without where its text stands."""
+    """Return the code of a function without file names and line numbers."""
     constants = [
         _code(each)
         if isinstance(each, CodeType)
@@ -169,12 +179,9 @@ def _models_differ(differences: list[Difference]) -> ModelError:
     )
 
 
-def _config_facts(config: Keyed) -> dict[str, Any]:
-    return {key: _comparable(key, config.value(key)) for key in LEAVES if not key.startswith(OF_A_RANK)}
-
-
 def _comparable(key: str, value: object) -> Any:
-    """A value as JSON has it; of homes in files, that they are files: each host has folders of its own."""
+    """Return a value as JSON has it. Folders under `memory` become "files", as each host has folders of its
+    own."""
     if key.startswith("memory."):
         names = value if isinstance(value, list) else [value]
         value = [
@@ -187,8 +194,8 @@ def _comparable(key: str, value: object) -> Any:
 
 
 def _model_facts(module: nn.Module) -> dict[str, Any]:
-    """Facts by name: what kind of model it is, and of each of its tensors shape, dtype and whether it is
-    trained."""
+    """Return facts by name: the class of the model, and of each of its tensors the shape, the dtype and
+    whether it is trained."""
     facts: dict[str, Any] = {"model": type(module).__name__}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         facts[name] = (
@@ -204,5 +211,5 @@ def _model_facts(module: nn.Module) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """What is compared of a value that JSON may not hold: its text without addresses in memory."""
+    """Return a value as JSON has it; what JSON cannot hold as its text, without addresses in memory."""
     return json.loads(json.dumps(value, default=lambda each: re.sub(" at 0x[0-9a-f]+", "", str(each))))

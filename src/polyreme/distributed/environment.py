@@ -1,8 +1,8 @@
-"""Which rank this process is, as whoever started it says.
+"""Find which rank this process is, as whoever started it says.
 
-An environment only answers questions (rank, world size, local rank, address): it starts nothing (but MPI,
-where that alone can tell) and changes nothing, after the idea of Lightning Fabric's cluster environments. A
-new one is a function in `SOURCES`.
+An environment only answers questions (rank, world size, local rank, address): it starts nothing (except MPI,
+where that alone can tell) and changes nothing, after the idea of Lightning Fabric's cluster environments. To
+add one, write a function and list it in `SOURCES`.
 Invariants: 0 <= rank < world_size and 0 <= local_rank < local_world_size; a process that something else
 started beside others is never taken for a single one."""
 
@@ -17,33 +17,33 @@ from polyreme.errors import LaunchError, TransportError
 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
-"""The names of torchrun's variables, for those who hand them on."""
+"""Names of torchrun's variables, for callers that set or pass them on."""
 
 LAUNCHED = "POLYREME_LAUNCHED"
-"""The variable that tells a rank that `polyreme.launch.torchrun` started it, and reports its errors."""
+"""The variable by which `polyreme.launch.torchrun` tells a rank that it started it and reports its errors."""
 
 COMMAND = "POLYREME_COMMAND"
-"""The variable with the command by which the user began a run: that of a rank is another one."""
+"""The variable with the command that the user typed, as a rank's own command line differs."""
 
 PODS, SERVICE, RANKS_PER_POD = "POLYREME_PODS", "POLYREME_SERVICE", "POLYREME_RANKS_PER_POD"
-"""What the pods of a Job are told beside JOB_COMPLETION_INDEX: how many they are, their headless Service, and
-the ranks in each (1 where it is not set)."""
+"""The variables of a Job's pods beside JOB_COMPLETION_INDEX: how many pods there are, their headless Service,
+and the ranks in each pod (1 where it is not set)."""
 
 LEAST_PODS = "POLYREME_LEAST_PODS"
-"""What pods are told where fewer than all are enough."""
+"""The variable with the fewest pods that may train, where not all are needed."""
 
 PORT = 29500
-"""Where ranks meet if nothing tells: torchrun's."""
+"""The port where ranks meet by default, as torchrun's."""
 LOOPBACK = "127.0.0.1"
 AGAIN = "a world that was opened again"
-"""The name of the environment of ranks that were others before."""
+"""The name of the environment of ranks whose world was reopened (`process_group.reopen`)."""
 NONE = "single process"
 """The name of the environment of a process that no launcher started."""
 _APART = "for trainings that are meant to be apart, set RANK=0 and WORLD_SIZE=1 in each"
 
 
 def _refuse_address(host: str, port: int) -> None:
-    """Raise LaunchError for what no rank can listen at or reach."""
+    """Raise LaunchError for an address that no rank can listen at or reach."""
     if not host:
         raise LaunchError(
             f"the variable {MASTER_ADDR} is '', but must be the host of rank 0, where ranks meet; set it to "
@@ -58,10 +58,10 @@ def _refuse_address(host: str, port: int) -> None:
 
 @dataclass(frozen=True)
 class Environment:
-    """Which rank of the run this process is.
+    """This process' rank and the sizes of the run.
 
-    `address` is where ranks meet (host, port): None for a single process, and where MPI started the ranks,
-    which is asked for it as they meet (`polyreme.distributed.meeting`)."""
+    `address` is where ranks meet (host, port). It is None for a single process, and where MPI started the
+    ranks, which agree on one over MPI (`polyreme.distributed.rendezvous`)."""
 
     name: str
     rank: int
@@ -89,7 +89,7 @@ class Environment:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other rank, nor a place to meet one."""
+        """Whether there is no other rank, and no address at which to meet one."""
         return self.world_size == 1 and self.address is None
 
     @property
@@ -99,10 +99,11 @@ class Environment:
 
 
 def detect(variables: Mapping[str, str] = os.environ) -> Environment:
-    """The environment that `variables` describe; a run of one process if no launcher left any.
+    """Return the environment that `variables` describe; that of a single process if no launcher set any.
 
-    Asks torchrun, Open MPI, MVAPICH, MPICH, Slurm and Kubernetes in this order; the first counts that started
-    several processes. Raises LaunchError for variables that are incomplete or contradict each other."""
+    Asks torchrun, Open MPI, MVAPICH, MPICH, Slurm and Kubernetes in this order; the first that started
+    several processes counts. Raises LaunchError for variables that are incomplete or contradict each
+    other."""
     first = None
     for source in SOURCES:
         found = source(variables)
@@ -113,10 +114,10 @@ def detect(variables: Mapping[str, str] = os.environ) -> Environment:
     return first or Environment(NONE, 0, 1, 0, 1)
 
 
-def refuse_several(command: str, variables: Mapping[str, str] = os.environ) -> None:
+def refuse_several(command: str) -> None:
     """Raise LaunchError where `command`, which starts ranks itself, was started as one of several
     processes."""
-    environment = detect(variables)
+    environment = detect()
     if environment.world_size > 1 and environment.name != TORCHRUN:
         raise LaunchError(
             f"{environment.name} started {environment.world_size} processes, of which this is number "
@@ -127,16 +128,16 @@ def refuse_several(command: str, variables: Mapping[str, str] = os.environ) -> N
 
 
 def announce(environment: Environment, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Write `environment` into the variables of torchrun, which `detect` and torch read."""
-    told: dict[str, object] = {
+    """Write `environment` into torchrun's variables, which `detect` and torch read."""
+    values: dict[str, object] = {
         RANK: environment.rank,
         WORLD_SIZE: environment.world_size,
         LOCAL_RANK: environment.local_rank,
         LOCAL_WORLD_SIZE: environment.local_world_size,
     }
     if environment.address is not None:
-        told |= dict(zip((MASTER_ADDR, MASTER_PORT), environment.address, strict=True))
-    variables.update({name: str(value) for name, value in told.items()})
+        values |= dict(zip((MASTER_ADDR, MASTER_PORT), environment.address, strict=True))
+    variables.update({name: str(value) for name, value in values.items()})
 
 
 # ---- torchrun
@@ -146,7 +147,7 @@ _BY_HAND = "start ranks with `polyreme launch` or torchrun, or unset RANK and WO
 
 
 def _torchrun(variables: Mapping[str, str]) -> Environment | None:
-    """The variables of torchrun, which `polyreme launch` and people who start ranks by hand set, too."""
+    """Read torchrun's variables, which `polyreme launch` and people who start ranks by hand set, too."""
 
     def number(name: str, default: int | None = None) -> int:
         return _number(variables, name, "with RANK and WORLD_SIZE set it", _BY_HAND, default)
@@ -187,8 +188,8 @@ def _torchrun(variables: Mapping[str, str]) -> Environment | None:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables in which one tells a process its rank; of several names the first that is there
-    counts."""
+    """The names of the variables in which a launcher tells a process its rank. Of several names the first
+    that is set counts."""
 
     name: str
     rank: str
@@ -197,7 +198,7 @@ class _Launcher:
     local_size: tuple[str, ...]
 
     def numbers(self, variables: Mapping[str, str]) -> tuple[int, int] | None:
-        """(rank, world size), if this is one of its processes."""
+        """Return (rank, world size), if this is one of its processes."""
         if not variables.keys() & {self.rank, self.size, *self.local_rank, *self.local_size}:
             return None
         if variables.get(self.size) == "1":
@@ -239,7 +240,7 @@ BY_MPI = frozenset({PMIX, *(launcher.name for launcher in MPI)})
 
 
 def _mpi(variables: Mapping[str, str]) -> Environment | None:
-    """The rank that an MPI library's launcher gave; without an address, unless MASTER_ADDR is set."""
+    """Read the rank that an MPI library's launcher gave; without an address, unless MASTER_ADDR is set."""
     found = [
         (numbers, launcher)
         for launcher in MPI
@@ -261,8 +262,8 @@ def _mpi(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _pmix(variables: Mapping[str, str]) -> Environment | None:
-    """A process of a launcher that speaks PMIx alone (prterun, prun), whose variables say which one this is,
-    and not of how many: MPI is asked, which this process begins for that."""
+    """Describe a process of a launcher that speaks PMIx alone (prterun, prun). Its variables tell the rank
+    and not the world size, so this process initialises MPI and asks that."""
     if "PMIX_RANK" not in variables or _step(variables) is not None:
         return None
     why = "no MPI was asked for variables of another process"
@@ -285,8 +286,8 @@ def _pmix(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _step(variables: Mapping[str, str]) -> int | None:
-    """The number of the job step that this process is in; None in a batch script, which has SLURM_PROCID and
-    SLURM_NTASKS, too, and is one process."""
+    """Return the number of the job step that this process is in; None in a batch script, which has
+    SLURM_PROCID and SLURM_NTASKS, too, but is one process."""
     text = variables.get("SLURM_STEP_ID", "")
     for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE") if not text.isdecimal() else ():
         if variables.get(name, "1") != "1":
@@ -295,17 +296,17 @@ def _step(variables: Mapping[str, str]) -> int | None:
                 "number; start ranks by srun itself, or unset the variables that begin with SLURM_STEP_, "
                 "which another step left behind"
             )
-    # beyond are the batch script's and the interactive step's
+    # larger numbers mark the batch script and the interactive step
     return int(text) if text.isdigit() and int(text) < 2**32 - 16 else None
 
 
 def _is_of_slurm(variables: Mapping[str, str]) -> bool:
-    """Whether PMI's variables are those of `srun --mpi=pmi2`, which say what Slurm's say."""
+    """Return whether PMI's variables are those of `srun --mpi=pmi2`, which say what Slurm's say."""
     return _step(variables) is not None and MPICH.numbers(variables) == SLURM.numbers(variables)
 
 
 def _slurm(variables: Mapping[str, str]) -> Environment | None:
-    """A task of a job step. Ranks meet on the step's first node, at a port that is the job's own."""
+    """Describe a task of a job step. Ranks meet on the step's first node, at a port that is the job's own."""
     step = _step(variables)
     if step is None:
         return None
@@ -320,7 +321,7 @@ def _slurm(variables: Mapping[str, str]) -> Environment | None:
             f"but the step has {world_size} tasks (SLURM_STEP_NUM_TASKS): variables of two steps are mixed; "
             "start ranks by srun itself, without --export of another step's"
         )
-    # neighbours in number run at the same time, and keep apart; below the ports that systems give out
+    # jobs that run at the same time have near numbers, so other ports; below the range of ephemeral ports
     port = 20000 + (SLURM.number(variables, "SLURM_JOB_ID") * 8 + step) % 10000
     first = LOOPBACK if len(tasks) == 1 else None
     if MASTER_ADDR not in variables and first is None:
@@ -342,8 +343,8 @@ _POD = "polyreme launch -n $POLYREME_RANKS_PER_POD SCRIPT"
 
 
 def _pod(variables: Mapping[str, str]) -> Environment | None:
-    """A pod of an Indexed Job, which is one rank: its template sets POLYREME_PODS, and POLYREME_SERVICE (or
-    MASTER_ADDR)."""
+    """Describe a pod of an Indexed Job, which is one rank. Its template sets POLYREME_PODS, and
+    POLYREME_SERVICE (or MASTER_ADDR)."""
     name = "Indexed Job (Kubernetes)"
     if "JOB_COMPLETION_INDEX" not in variables:
         if variables.get(PODS, "1") != "1":
@@ -373,7 +374,8 @@ def _pod(variables: Mapping[str, str]) -> Environment | None:
 
 
 def _first_pod(variables: Mapping[str, str], index: int) -> str | None:
-    """The name of pod 0: JOB-0.SERVICE, as this one's host name is JOB-INDEX. None where MASTER_ADDR says."""
+    """Return the host name of pod 0: JOB-0.SERVICE, as this one's is JOB-INDEX. None where MASTER_ADDR is
+    set."""
     if MASTER_ADDR in variables:
         return None
     host, service = variables.get("HOSTNAME", "").partition(".")[0], variables.get(SERVICE)
@@ -390,10 +392,10 @@ def _first_pod(variables: Mapping[str, str], index: int) -> str | None:
 
 
 def _refuse_others(environment: Environment, variables: Mapping[str, str]) -> None:
-    """Raise LaunchError where what is known of this process contradicts `environment`.
+    """Raise LaunchError where other launchers' variables contradict `environment`.
 
-    It does not where one launcher runs within another, as torchrun or mpirun in a job step: the numbers are
-    those of other processes then."""
+    Does not raise where one launcher runs within another, as torchrun or mpirun in a job step: the outer
+    one's numbers are then those of other processes."""
     if "TORCHELASTIC_RUN_ID" in variables or LAUNCHED in variables or environment.world_size == 1:
         return
     said = {
@@ -421,7 +423,7 @@ def _refuse_others(environment: Environment, variables: Mapping[str, str]) -> No
 
 
 def _address(variables: Mapping[str, str], host: str | None, port: int) -> tuple[str, int]:
-    """The place that MASTER_ADDR and MASTER_PORT name, or else this one."""
+    """Return the address that MASTER_ADDR and MASTER_PORT name, with this host and port as defaults."""
     fix = "set it to a free port of the host of rank 0, the same for all, or unset it"
     return (
         _host(variables, host or LOOPBACK),
@@ -430,7 +432,7 @@ def _address(variables: Mapping[str, str], host: str | None, port: int) -> tuple
 
 
 def _host(variables: Mapping[str, str], default: str) -> str:
-    """MASTER_ADDR, of an IPv6 address without the brackets that it has in a URL."""
+    """Return MASTER_ADDR. An IPv6 address loses the brackets that it has in a URL."""
     host = variables.get(MASTER_ADDR, default)
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 

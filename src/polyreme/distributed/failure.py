@@ -1,7 +1,7 @@
-"""What a rank says that fails: in one sentence which it was, on which host, why, and where the script was.
-Its traceback is in a file.
+"""Report how a rank fails: in one sentence which rank it was, on which host, why, and where the script was.
+The traceback goes to a file.
 
-It imports no torch, without which ranks of other programs run. Communication: none."""
+Imports no torch, as ranks of other programs run without it. Communication: none."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from polyreme.errors import PolyremeError
 
 PACKAGE = str(Path(__file__).parents[1])
 SHOWN = 4
-"""Lines of the script that are shown, of functions that call each other."""
+"""Most lines of the script that are shown of a chain of calls."""
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class _Last:
-    """How this process has failed, for those that wait for it: the error, and all that was said. `hook` is
-    the script's own."""
+    """The failure of this process, for those that wait for it: the error, and all that was printed. `hook` is
+    the script's own excepthook."""
 
     error, report = "", ""
     hook: Hook | None = None
@@ -38,19 +38,20 @@ LAST = _Last()
 
 
 def explained(error: BaseException) -> str:
-    """What an error says, and where the script was: of one that explains itself the last line, of others the
-    lines that led there."""
+    """Return an error's text, and where the script was: the last line for errors of Polyreme, which explain
+    themselves, and the last SHOWN lines for others."""
     said, shown = f"{type(error).__name__}: {error}", SHOWN
     if isinstance(error, PolyremeError):
         said, shown = str(error), 1
     elif isinstance(error, SystemExit):
         said = f"the script called sys.exit({error.code!r})"
-    return "\n".join([said, *getattr(error, "__notes__", ()), *_script_lines(error)[-shown:]])
+    lines = _own_lines(traceback.extract_tb(error.__traceback__))[-shown:]
+    return "\n".join([said, *getattr(error, "__notes__", ()), *lines])
 
 
 def keep(text: str, rank: int) -> str:
-    """Write a rank's traceback to a new file in this folder, or in that for temporary ones. Returns where it
-    is."""
+    """Write a rank's traceback to a new file in the current folder, or else in that for temporary files.
+    Returns where it is."""
     host = socket.gethostname()
     for folder in os.curdir, None:
         try:
@@ -64,8 +65,8 @@ def keep(text: str, rank: int) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback as from a plain `python script.py`: without the first frames, of runpy and our own
-    command."""
+    """Return the traceback as from a plain `python script.py`: without the first frames, of runpy and
+    Polyreme's own command."""
     ours = [f"{PACKAGE}/{each}.py" for each in ("launch/rank", "launch/mpi_rank", "__main__", "cli/main")]
     starters = (*ours, runpy.__file__, "<frozen runpy>")
     frames = error.__traceback__
@@ -78,8 +79,9 @@ def traceback_of(error: BaseException) -> str:
 
 
 def speak_for(rank: int, world_size: int, by_mpi: bool = False) -> None:
-    """Have an error that nobody catches in this rank be told in a sentence; a hook of the script's own stays,
-    and is called before. Where MPI has ended the rank, because of another one, it says so."""
+    """Install an excepthook that reports an uncaught error of this rank in one sentence. A script's own
+    excepthook stays, and is called before. `by_mpi`: also report when MPI ends the rank because of another
+    one."""
     usual = ("sys", "typer.main", "torch.distributed.distributed_c10d", __name__)
     if sys.excepthook.__module__ not in usual:
         LAST.hook = sys.excepthook
@@ -103,7 +105,7 @@ def _tell_of_the_end(who: str) -> None:
     mine = os.getpid()
 
     def tell(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == mine and not LAST.error:  # and no process that it has started
+        if os.getpid() == mine and not LAST.error:  # not in a process that the rank forked
             lines = _own_lines(traceback.StackSummary.extract(traceback.walk_stack(frame)))[:1]
             said = (
                 f"error: {who} was ended by {signal.Signals(number).name}, as MPI does where another rank "
@@ -117,12 +119,8 @@ def _tell_of_the_end(who: str) -> None:
         signal.signal(signal.SIGTERM, tell)
 
 
-def _script_lines(error: BaseException) -> list[str]:
-    """The lines of the script, and of its own modules, that led to an error."""
-    return _own_lines(traceback.extract_tb(error.__traceback__))
-
-
 def _own_lines(frames: traceback.StackSummary) -> list[str]:
+    """Return the lines of the script, and of its own modules, among the frames."""
     libraries = (PACKAGE, sys.prefix, sys.base_prefix, "<")
     return [
         f"  at {each.filename}:{each.lineno}: {each.line}"

@@ -1,16 +1,15 @@
-"""Collectives as direct exchanges: every rank of an axis gives every other one its part, and sums what it
-gets itself.
+"""Collectives as direct exchanges: every rank of an axis gives every other one its chunk, and sums itself
+what it receives.
 
 Invariants: a sum over ranks is taken in rank order for each element by itself, so that it does not depend on
 where in a buffer the element lies, and in the output's dtype whatever the dtype on the wire. Every rank
 begins the same exchanges in the same order.
 
 Communication: all-gather, reduce-scatter and all-to-all send (n-1)/n of the buffer, half of what gloo's own
-reduce-scatter sends; all-reduce, which is for little, n-1 times the tensor. Ranks of one host only tell each
-other where a part or a message lies (`shared_memory`) and read it there; to others it is sent, and so is what
-is broadcast.
-Nothing goes through gloo's worker threads: one that still holds a tensor when the interpreter ends aborts the
-process."""
+reduce-scatter sends. All-reduce, meant for few numbers, sends the tensor n-1 times. Ranks of one host tell
+each other only where a chunk or a message lies (`shared_memory`) and read it there; to other hosts it is
+sent, and so is every broadcast. Nothing goes through gloo's worker threads: one that still holds a tensor
+when the interpreter ends aborts the process."""
 
 from __future__ import annotations
 
@@ -26,25 +25,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.distributed.process_group import of_cpus
-from polyreme.distributed.shared_memory import Board, heap, peer
+from polyreme.distributed.shared_memory import Board, heap, open_peer
 from polyreme.distributed.sums import put, sum_into
-from polyreme.distributed.watch import Meeting
+from polyreme.distributed.watch import WatchedGroup
 from polyreme.distributed.work import DONE, Message, Work, reporting
 
 STAGED = 4
-"""Copies of about one size, of tensors that others cannot read where they are, which are kept to be used
-again."""
+"""Copies of about one size that are kept for reuse. They stage tensors that other ranks cannot read in
+place."""
 NUMBERS = SIGNS = 1 << 14
-"""A message's tag tells the exchanges from each other, whatever the order in which they are waited for, by
-their number and by what each is about: where ranks do not begin the same ones, none takes one's numbers for
-another's."""
+"""How many numbers and signs a message's tag can hold. The tag tells exchanges apart, in whatever order they
+are waited for, by their number and by a hash of their description (the sign): where ranks begin different
+exchanges, none takes one's data for another's."""
 TAGS = NUMBERS * SIGNS
-"""Tags beyond those of exchanges."""
+"""The first tag that no exchange uses."""
 
 
 class Exchange(NamedTuple):
-    """What it is about, its number among those of an axis, that of its first notice on the board, and what
-    tells its notices and its messages from others'."""
+    """One exchange: its description, its number on the axis, the number of its first notice on the board, and
+    the sign and the tag by which its notices and messages are told from others'."""
 
     what: str
     number: int
@@ -54,35 +53,35 @@ class Exchange(NamedTuple):
 
 
 class GlooDirect:
-    """A `Backend` of one axis, named `axis`, whose ranks are those of the group, of gloo or MPI.
+    """A `Backend` of one axis, named `axis`, over the ranks of a gloo or MPI group.
 
-    Numbers are sent and not read, until `meet` has found ranks on this host."""
+    Data is sent until `find_neighbours` has found ranks on this host, whose memory is then read."""
 
     deterministic, device = True, torch.device("cpu")
 
     def __init__(self, axis: str, size: int, rank: int, group: dist.ProcessGroup) -> None:
         self._axis, self._size, self._rank, self._group = axis, size, rank, group
-        # shared with the ranks of this host, if there are others: of exchanges, and of messages
+        # boards of exchanges and of messages, where other ranks are on this host
         self._board: Board | None = None
         self._mail: Board | None = None
         self._staged: dict[int, deque[tuple[Tensor, Work]]] = defaultdict(deque)  # keys: bytes
-        self.meeting = Meeting(group)
-        self._begun = self._posted = 0  # exchanges, and those of them on the board
-        self._sent, self._received = Counter[int](), Counter[int]()  # messages by mail to and from each rank
+        self.watched = WatchedGroup(group)
+        self._begun = self._posted = 0  # numbers of the next exchange, and of its notice
+        self._sent, self._received = Counter[int](), Counter[int]()  # messages through shared memory, by rank
 
     @property
     def kind(self) -> str:
-        """Whether there is a rank whose memory this one reads, or all is sent."""
+        """ "shared memory" if this rank reads another one's memory, else the group's backend."""
         return f"{of_cpus(self._group)} direct" if self._board is None else "shared memory"
 
-    def meet(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
+    def find_neighbours(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
         """Find the ranks of the axis that are on this host, to read their memory. `gather` returns every
         rank's value; all ranks must call."""
         mine, seconds = heap(), timeout.total_seconds()
         boards = [Board(mine, self._axis, self._rank, self._size, seconds) for _ in range(2) if mine]
         addresses = gather(mine and (mine.address, [board.offset for board in boards]))
         peers = {
-            rank: peer(*address[0])
+            rank: open_peer(*address[0])
             for rank, address in enumerate(addresses)
             if address and rank != self._rank
         }
@@ -90,25 +89,25 @@ class GlooDirect:
         for rank, found in peers.items():
             if found and self._rank in can_read[rank]:
                 for board, offset in zip(boards, addresses[rank][1], strict=True):
-                    board.meet(rank, found, offset)
+                    board.connect(rank, found, offset)
                 self._board, self._mail = boards
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._board is not None and device.type == "cpu":
             return self._board.heap.empty(size, dtype)
-        with torch.inference_mode(False):  # the user's may be on, and the tensor is written to after it
+        with torch.inference_mode(False):  # the user's inference mode ends before the tensor's use
             return torch.empty(size, dtype=dtype, device=device)
 
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         return (self._size - 1) * nbytes
 
     def abort(self, why: str) -> None:
-        """Others hear of it by the connections of gloo and the memory of a host; those that only MPI connects
-        to this rank hear where they look for it, after `Watch.patience`. MPI itself keeps what it has begun,
-        with its tensors."""
-        self.meeting.abort(f"this process {why}")
+        """Break off all operations. Other ranks notice it by gloo's connections and the shared memory; those
+        that only MPI connects to this rank learn it when they look for it, after `Watch.patience`. MPI itself
+        keeps what it has begun, with its tensors."""
+        self.watched.abort(f"this process {why}")
         for board in self._boards():
-            board.abort(self.meeting.broken)
+            board.abort(self.watched.broken)
 
     def close(self) -> None:
         for board in self._boards():
@@ -119,8 +118,8 @@ class GlooDirect:
     def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
         shards = full.chunk(self._size)
 
-        def fill(parts: Sequence[Tensor]) -> None:
-            for target, received in zip(shards, parts, strict=True):
+        def fill(found: Sequence[Tensor]) -> None:
+            for target, received in zip(shards, found, strict=True):
                 put(target, received)
 
         return self._begin([shard] * self._size, shards.__getitem__, fill, f"all-gather{of}")
@@ -136,13 +135,13 @@ class GlooDirect:
     def all_reduce(self, tensor: Tensor) -> Work:
         if self._board is None:
             out = [tensor] * self._size
-        else:  # others read a copy while the sum takes its place
+        else:  # others read a copy while the sum overwrites the tensor
             copy = self._stage(tensor)
             out = [tensor if rank == self._rank else copy for rank in range(self._size)]
         work = self._begin(
             out,
             lambda _: torch.empty_like(tensor),
-            lambda parts: sum_into(tensor, parts, False),
+            lambda summands: sum_into(tensor, summands, False),
             "all-reduce",
         )
         if out[self._rank - 1] is not tensor:
@@ -150,9 +149,9 @@ class GlooDirect:
         return work
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], of: str) -> Work:
-        def fill(parts: Sequence[Tensor]) -> None:
-            for target, part in zip(received, parts, strict=True):
-                put(target, part)
+        def fill(found: Sequence[Tensor]) -> None:
+            for target, chunk in zip(received, found, strict=True):
+                put(target, chunk)
 
         sizes = [each.numel() for each in received]
         return self._begin(sent, received.__getitem__, fill, f"all-to-all{of}", sizes)
@@ -160,8 +159,8 @@ class GlooDirect:
     def gather_bytes(self, data: bytes) -> Sequence[bytes]:
         mine, found = torch.frombuffer(bytearray(data), dtype=torch.uint8), list[bytes]()
 
-        def keep(parts: Sequence[Tensor]) -> None:
-            found.extend(received.numpy().tobytes() for received in parts)
+        def keep(messages: Sequence[Tensor]) -> None:
+            found.extend(received.numpy().tobytes() for received in messages)
 
         self._begin([mine] * self._size, lambda _: torch.empty_like(mine), keep, "gathering reports").settle()
         return found
@@ -173,17 +172,17 @@ class GlooDirect:
                 pending = [self._to(tensor, to) for to in others]
             else:
                 pending = [self._from(tensor, source)]
-        return Work(pending, what=what, meeting=self.meeting)
+        return Work(pending, what=what, group=self.watched)
 
     def send(self, tensor: Tensor, to: int) -> Work:
         what, mail = f"send over {self._axis}", self._mail
         if mail is None or to not in mail.ranks:
             with reporting(what):
-                return Work([self._to(tensor, to, TAGS)], what=what, meeting=self.meeting)
+                return Work([self._to(tensor, to, TAGS)], what=what, group=self.watched)
         number = self._sent[to]
         self._sent[to] += 1
         ready = tensor if mail.heap.offset(tensor) >= 0 else self._stage(tensor.view(-1))
-        with reporting(what, self.meeting):
+        with reporting(what, self.watched):
             mail.post(to, number, ready)
         was_read = mail.reading(number, [to])
 
@@ -192,7 +191,7 @@ class GlooDirect:
                 mail.await_read(to, number)
             return was_read()
 
-        work = Work((), None, what, settled, self.meeting)
+        work = Work((), None, what, settled, self.watched)
         mail.heap.unsettled.keep_alive(was_read, [mail.memory, ready])
         if ready is tensor:
             return work
@@ -203,7 +202,7 @@ class GlooDirect:
         what, mail = f"receive over {self._axis}", self._mail
         if mail is None or source not in mail.ranks:
             with reporting(what):
-                return Work([self._from(tensor, source, TAGS)], what=what, meeting=self.meeting)
+                return Work([self._from(tensor, source, TAGS)], what=what, group=self.watched)
         number = self._received[source]
         self._received[source] += 1
 
@@ -211,7 +210,7 @@ class GlooDirect:
             put(tensor.view(-1), mail.await_post(source, number, tensor.numel(), tensor.dtype))
             mail.acknowledge(source, number)
 
-        return Work((), complete, what, meeting=self.meeting)
+        return Work((), complete, what, group=self.watched)
 
     def _boards(self) -> Sequence[Board]:
         return [board for board in (self._board, self._mail) if board is not None]
@@ -224,42 +223,43 @@ class GlooDirect:
         what: str,
         sizes: Sequence[int] | None = None,
     ) -> Work:
-        """Begin to give out[r] to every rank r of the axis and to get theirs, of sizes[r] elements, or all of
-        one size; `finish` is called with what came, in rank order (out[own rank] among it).
+        """Begin to give out[r] to every rank r of the axis and to receive their chunks, of sizes[r] elements
+        each, or all of one size. `finish` is called with the chunks in rank order, this rank's own among
+        them.
 
-        A peer on this host gets told where out[r] lies, and says when it has read it. Others get the numbers,
-        received in into(r)."""
+        A rank on this host is told where out[r] lies, and acknowledges that it has read it. Other hosts'
+        chunks are received in into(r)."""
         dtype, board = out[0].dtype, self._board
         what = f"{what} over {self._axis} ({'' if sizes else f'{out[0].numel()} '}{dtype})"
         sizes = sizes or [each.numel() for each in out]
         near = board.ranks if board is not None else ()
         exchange = self._next(what, int(board is not None))
         _, number, notice, sign, tag = exchange
-        parts, ready = list(out), {id(out[rank]): out[rank] for rank in near}
+        chunks, ready = list(out), {id(out[rank]): out[rank] for rank in near}
         for key, each in ready.items():
             if board is not None and each.numel() and board.heap.offset(each) < 0:
                 ready[key] = self._stage(each)
         pending: list[Any] = []
-        with reporting(what, self.meeting):
-            # each rank starts with another peer, so that none is everybody's first
+        with reporting(what, self.watched):
+            # each rank starts with a different peer, so that none gets all first messages
             for step in range(1, self._size):
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 if source not in near:
-                    parts[source] = into(source)
+                    chunks[source] = into(source)
                     if sizes[source]:
-                        pending.append(self._receiving(parts[source], source, tag))
+                        pending.append(self._receiving(chunks[source], source, tag))
                 if board is not None and to in near:
                     board.post(to, notice, ready[id(out[to])], sign)
                 elif out[to].numel():
                     pending.append(self._sending(out[to], to, tag))
-            pending = self._pending_of(what, pending, [*out, *parts])
+            pending = self._pending_of(what, pending, [*out, *chunks])
         if board is None:
-            return Work(pending, lambda: finish(parts), what, meeting=self.meeting, number=number)
+            return Work(pending, lambda: finish(chunks), what, group=self.watched, number=number)
 
         def complete() -> None:
             for source in near:
-                parts[source] = board.await_post(source, notice, sizes[source], dtype, sign)
-            finish(parts)
+                chunks[source] = board.await_post(source, notice, sizes[source], dtype, sign)
+            finish(chunks)
             for source in near:
                 board.acknowledge(source, notice)
 
@@ -274,8 +274,8 @@ class GlooDirect:
         posted: Mapping[int, Sequence[Tensor]],
         staged: Sequence[Tensor],
     ) -> Work:
-        """The work of an exchange whose tensors are `posted` for the ranks of this host, by the numbers of
-        their notices; those `staged` go back."""
+        """Return the work of an exchange whose tensors are `posted` for the ranks of this host, by the
+        numbers of their notices. Copies in `staged` are reused once all have read them."""
         board = self._board
         assert board is not None
 
@@ -287,7 +287,7 @@ class GlooDirect:
 
         reads = [board.reading(notice) for notice in posted]
         was_read = lambda: all(each() for each in reads)  # noqa: E731
-        work = Work(pending, complete, exchange.what, settled, self.meeting, exchange.number)
+        work = Work(pending, complete, exchange.what, settled, self.watched, exchange.number)
         board.heap.unsettled.keep_alive(was_read, [board.memory, *chain(*posted.values())])
         for each in staged:
             self._unstage(each, work)
@@ -306,23 +306,24 @@ class GlooDirect:
         return self._from(tensor, source, tag)
 
     def _pending_of(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
-        """What to wait for, of messages of these tensors that were begun."""
+        """Return the works to wait for, given messages of these tensors that were begun."""
         return begun
 
     def _next(self, what: str, notices: int) -> Exchange:
         number, notice, sign = self._begun, self._posted, zlib.crc32(what.encode())
-        self.meeting.begun.append((number, what, self.meeting.watch.call))
+        self.watched.begun.append((number, what, self.watched.watch.call))
         self._begun, self._posted = self._begun + 1, self._posted + notices
         return Exchange(what, number, notice, sign, number % NUMBERS * SIGNS + sign % SIGNS)
 
     def _stage(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` that ranks of this host can read."""
+        """Return a copy of `tensor` that ranks of this host can read."""
         place = self._place(tensor.numel(), tensor.dtype)
-        with torch._C.DisableTorchFunctionSubclass():  # what is known of the one is not of its next copy
+        # a subclass' records of the tensor do not apply to its copy
+        with torch._C.DisableTorchFunctionSubclass():
             return place.copy_(tensor)
 
     def _place(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A tensor that ranks of this host can read, to go back by `_unstage`."""
+        """Return a tensor that ranks of this host can read, to be given back by `_unstage`."""
         nbytes = size * dtype.itemsize
         copies = self._staged[_about(nbytes)]
         reusable = bool(copies) and copies[0][1].is_settled()
@@ -330,13 +331,12 @@ class GlooDirect:
         return whole[:nbytes].view(dtype)
 
     def _unstage(self, copy: Tensor, last: Work) -> None:
-        """Keep `copy` for another tensor of about its size, to which it can be given once `last` is
-        settled."""
+        """Keep `copy` for another tensor of about its size, which may take it once `last` is settled."""
         copies = self._staged[_about(copy.nbytes)]
         if len(copies) < STAGED:
             copies.append((copy.view(torch.uint8).as_strided([_about(copy.nbytes)], [1]), last))
 
 
 def _about(nbytes: int) -> int:
-    """A size that others, which are a little smaller, have in common."""
+    """Return the next power of two, so that copies of similar sizes can be reused for each other."""
     return 1 << (nbytes - 1).bit_length()

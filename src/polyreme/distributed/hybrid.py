@@ -1,4 +1,5 @@
-"""Shards within a host, copies between hosts: which ranks share one, and how sums go over all of them.
+"""Shards within a host, copies between hosts (HSDP): which ranks share a copy, and how sums go over all of
+them.
 
 Invariants: copies stay equal to the last bit; sums are taken in rank order, first within each copy, then over
 the copies.
@@ -20,31 +21,32 @@ from polyreme.distributed.work import Work, following
 from polyreme.errors import ConfigError, Problem
 
 MOST_QUANTIZED = 7
-"""Copies beyond which int8 numbers, which each rank gets from every other one, are no fewer bytes."""
+"""Copies beyond which int8 sums, for which each rank receives from every other one, no longer save bytes."""
 
 
 class Hybrid(Axis):
-    """The ranks that share one copy of what is sharded, such as those of a host, beside the `replicas` that
+    """The ranks that share one copy of the shards, such as those of a host, together with the `replicas` that
     hold the same shard of other copies (HSDP; MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.10209).
 
-    Gathers and objects stay among the ranks of the copy. A reduce-scatter sums over all ranks, in the copy
-    first, then its shards over the copies; a broadcast is of rank `source`, counted over the copies in order,
-    to all."""
+    Gathers and objects stay within the copy. A reduce-scatter sums over all ranks, in the copy first, then
+    its shards over the copies. A broadcast goes from rank `source`, counted over the copies in order, to all
+    ranks."""
 
     def __init__(self, copy: Axis, replicas: Axis, quantizes: bool = False) -> None:
-        """`quantizes`: sums between copies are of numbers that are sent in a byte each (`quantized`)."""
+        """`quantizes`: sums between copies send each number in a byte (`quantized`)."""
         super().__init__(copy.name, copy.size, copy.rank, copy.backend)
         self.counts, self.replicas, self._quantizes = copy.counts, replicas, quantizes
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False, of: str = "") -> Work:
-        part = torch.empty_like(out) if accumulate else out
-        works = [super().reduce_scatter(part, full, of=of)]  # in the copy, and then between copies
+        shard = torch.empty_like(out) if accumulate else out
+        # first within the copy; `finish` adds those between copies
+        works = [super().reduce_scatter(shard, full, of=of)]
 
         def finish() -> None:
             works[0].wait()
-            works.extend(_sum_over(self._replicas, part, self._quantizes))
+            works.extend(_sum_over(self._replicas, shard, self._quantizes))
             if accumulate:
-                sum_into(out, [part], True)
+                sum_into(out, [shard], True)
 
         return following(works, finish, f"reduce-scatter{of} over {self.name}")
 
@@ -60,7 +62,8 @@ class Hybrid(Axis):
 
 
 def _sum_over(axis: Axis, tensor: Tensor, quantizes: bool) -> list[Work]:
-    """Sum `tensor` over the ranks in place, in parts where that sends less; returns when it is complete."""
+    """Sum `tensor` over the ranks in place, by a reduce-scatter and an all-gather where that sends less.
+    Returns when the sum is complete."""
     size, nbytes = axis.size, tensor.nbytes
     if quantizes:
         works = [quantized.all_reduce(axis, tensor)]
@@ -69,18 +72,18 @@ def _sum_over(axis: Axis, tensor: Tensor, quantizes: bool) -> list[Work]:
     else:
         own = tensor.chunk(size)[axis.rank]
         works = [axis.reduce_scatter(own, tensor)]
-        works[0].settle()  # others have read what the gather writes to
+        works[0].settle()  # the gather overwrites what other ranks read until now
         works.append(axis.all_gather(tensor, own))
     works[-1].wait()
     return works
 
 
 def sharing(mesh: Mesh, over: Literal["all", "host"] | int, quantizes: bool = False) -> Axis:
-    """The axis over which data-parallel ranks shard what they share: all of them, or neighbours, those of
-    each host or so many, with a copy in each such group. `quantizes`: see `Hybrid`. All ranks must call.
+    """Return the axis over which data-parallel ranks shard: all of them ("all"), those of each host ("host"),
+    or so many neighbours, with one copy for each such group. `quantizes`: see `Hybrid`. All ranks must call.
 
-    Raises ConfigError where hosts do not have as many neighbours each, a rank would be alone, and for more
-    copies than quantised sums are good for."""
+    Raises ConfigError where hosts do not have equally many neighbours, a rank would be alone, or there are
+    too many copies for quantised sums."""
     axis = mesh.loss
     size = _on_each_host(mesh) if over == "host" else axis.size if over == "all" else over
     if size == axis.size:
@@ -93,7 +96,8 @@ def sharing(mesh: Mesh, over: Literal["all", "host"] | int, quantizes: bool = Fa
 
 
 def _on_each_host(mesh: Mesh) -> int:
-    """How many neighbours of each data-parallel line are on one host."""
+    """Return how many neighbours of each data-parallel line are on one host. Raises ConfigError where that
+    differs."""
     runs = [
         [(host, len([*ranks])) for host, ranks in groupby(mesh.host_of[rank] for rank in line)]
         for line in mesh.lines("loss")

@@ -1,6 +1,7 @@
-"""Which of this host's network interfaces leads to another host.
+"""Find which of this host's network interfaces leads to another host.
 
-Sends nothing to it: the routing table is asked, by a datagram socket that is connected and not written to."""
+Sends nothing to that host: a connected datagram socket that is never written to shows what the routing table
+says."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import socket
 import struct
 from collections.abc import Iterator
 
-_GET_ADDRESSES, _ADDRESS, _DONE = 22, 20, 3  # of netlink: RTM_GETADDR, RTM_NEWADDR, NLMSG_DONE
+_GET_ADDRESSES, _ADDRESS = 22, 20  # of netlink: RTM_GETADDR, RTM_NEWADDR
 _REQUEST_ALL = 0x301
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 
 
 def source(host: str) -> str | None:
-    """The address of this host from which packets to `host` (a name or an address) go; None where there is
-    no way to it, or no such name."""
+    """Return the address of this host from which packets to `host` (a name or an address) go; None where
+    there is no route to it, or no such name."""
     try:
         ways = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -32,12 +33,12 @@ def source(host: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` (numbers) is of no other host's concern, such as 127.0.1.1."""
+    """Return whether a numeric `address`, such as 127.0.1.1, never leaves this host."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def addresses() -> dict[str, str]:
-    """This host's addresses, and the interface of each; none where the system is not Linux."""
+    """Return this host's addresses with the interface of each; none where the system is not Linux."""
     if not hasattr(socket, "AF_NETLINK"):
         return {}
     found = {}
@@ -54,7 +55,7 @@ def addresses() -> dict[str, str]:
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(type, content) of netlink's messages."""
+    """Yield (type, content) of each netlink message in `data`."""
     while data:
         length, kind = struct.unpack_from("=IH", data)
         yield kind, data[16:length]
@@ -62,12 +63,12 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _address(content: bytes) -> tuple[str, int]:
-    """The address in a message, and its interface's index."""
+    """Return the address in a netlink message, and the index of its interface."""
     family, _, _, _, index = struct.unpack_from("=BBBBI", content)
-    told, rest = {}, content[8:]
+    attributes, rest = {}, content[8:]
     while len(rest) >= 4:
         length, kind = struct.unpack_from("=HH", rest)
-        told[kind] = rest[4:length]
+        attributes[kind] = rest[4:length]
         rest = rest[(length + 3) & ~3 :]
-    # of a link from point to point, the first is the other end's
-    return socket.inet_ntop(family, told.get(_IFA_LOCAL, told.get(_IFA_ADDRESS, b""))), index
+    # on a point-to-point link _IFA_ADDRESS is the other end's
+    return socket.inet_ntop(family, attributes.get(_IFA_LOCAL, attributes.get(_IFA_ADDRESS, b""))), index

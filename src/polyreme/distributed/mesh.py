@@ -41,13 +41,15 @@ from polyreme.distributed.simulated import Simulated
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import Watch
 from polyreme.distributed.work import DONE, Work
-from polyreme.distributed.world import CLOSED, Part, current
+from polyreme.distributed.world import CLOSED, Resource, current
 from polyreme.errors import ModelError, TransportError
 from polyreme.files.machine import boot
 from polyreme.layout.mesh_axes import AXES, ROLES, lines
+from polyreme.observer import OBSERVER
 
 SIZE, SHORT = 8, 2040
-"""Bytes of a length, and of the beginning of an object that is exchanged with it: most are no longer."""
+"""Bytes of the length that precedes an exchanged object, and of the object's beginning that is sent with the
+length. Most objects are shorter and need no second exchange."""
 
 
 @dataclass
@@ -67,11 +69,12 @@ class Axis:
     Every operation raises TransportError where a rank has ended or cannot be reached."""
 
     replicas: Axis | None = None
-    """The ranks that hold the same shards as this one, where the axis is one of several copies
+    """The ranks that hold the same shards as this one, where the shards are held in several copies
     (`hybrid.Hybrid`)."""
 
     def __init__(self, name: str, size: int = 1, rank: int = 0, backend: Backend | None = None) -> None:
-        """`backend` moves the tensors; an axis without one plans for ranks that are not there."""
+        """`backend` moves the tensors. Without one the axis simulates ranks that do not exist
+        (`simulated`)."""
         self.name, self.size, self.rank = name, size, rank
         self.counts: dict[str, Count] = defaultdict(Count)
         self.backend: Backend = Simulated(size, rank) if backend is None else backend
@@ -86,31 +89,31 @@ class Axis:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> Work:
-        """Fill `full` (n * s elements) with every rank's `shard` (s elements) in rank order. `of` names it in
-        errors, and tells it from others: ranks that give different ones do not meet.
+        """Fill `full` (n * s elements) with every rank's `shard` (s elements) in rank order.
 
-        `shard` may be this rank's part of `full`; then it is not copied."""
+        `shard` may be this rank's chunk of `full`; then it is not copied. `of` names the operation in errors,
+        and tells it from others: an exchange fails between ranks that give different names."""
         if self.size == 1 or shard.numel() == 0:
             put(full, shard)
             return DONE
         self._count("all_gather", (self.size - 1) * _bytes(shard))
         return self.backend.all_gather(full, shard, of)
 
-    def gathered(self, part: Tensor, size: int | None = None) -> Tensor:
-        """Every rank's `part` in rank order, in a new tensor; `part` itself if it has `size` elements
-        already."""
-        if part.numel() == size:
-            return part
-        full = part.new_empty(self.size * part.numel())
-        self.all_gather(full, part).settle()
+    def gathered(self, shard: Tensor, size: int | None = None) -> Tensor:
+        """Return every rank's `shard` in rank order, in a new tensor; or `shard` itself if it already has
+        `size` elements."""
+        if shard.numel() == size:
+            return shard
+        full = shard.new_empty(self.size * shard.numel())
+        self.all_gather(full, shard).settle()
         return full
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False, of: str = "") -> Work:
-        """Sum `full` (n * s elements) over the ranks; this rank's part of the sum goes to `out` (s elements),
-        in `out`'s dtype.
+        """Sum `full` (n * s elements) over the ranks; this rank's shard of the sum goes to `out` (s
+        elements), in `out`'s dtype.
 
         With `accumulate` the sum is added to what `out` holds. `full` must stay untouched until the work is
-        done; `out` may be this rank's part of it."""
+        done; `out` may be this rank's chunk of it."""
         if self.size == 1 or out.numel() == 0:
             sum_into(out, [full], accumulate)
             return DONE
@@ -125,12 +128,16 @@ class Axis:
         sent_sizes: Sequence[int] | None = None,
         of: str = "",
     ) -> Work:
-        """Give every rank its part of `sent`, and fill `received` with the parts that the ranks give to this
-        one, in rank order. Parts are of equal sizes, or have these many elements, which may be none: what
-        one rank gives to another is what that one takes of it. `of` names it in errors.
+        """Give every rank its chunk of `sent`, and fill `received` with the chunks that the ranks give to
+        this one, in rank order.
 
-        `sent` must stay untouched until the work is done. Raises ValueError where sizes do not add up."""
-        taken, given = self._parts(received, received_sizes), self._parts(sent, sent_sizes)
+        Without sizes all chunks have equally many elements. `sent_sizes` and `received_sizes` give the
+        elements of each chunk, which may be 0; what one rank sends to another has the size that the other
+        expects. `of` names the operation in errors.
+
+        `sent` must stay untouched until the work is done. Raises ValueError where the sizes do not add up to
+        the tensor's."""
+        taken, given = self._chunks(received, received_sizes), self._chunks(sent, sent_sizes)
         if self.size == 1:
             put(received, sent)
             return DONE
@@ -169,7 +176,7 @@ class Axis:
             self.send(tensor.to(self.backend.device), to).settle()
 
     def receive_object(self, source: int) -> Any:
-        """What rank `source` sends."""
+        """Return the value that rank `source` sends by `send_object`."""
         size = torch.empty(1, dtype=torch.int64, device=self.backend.device)
         self.receive(size, source).wait()
         text = torch.empty(int(size), dtype=torch.uint8, device=self.backend.device)
@@ -177,8 +184,8 @@ class Axis:
         return json.loads(bytes(text.tolist()))
 
     def gather_objects(self, value: object) -> list[Any]:
-        """Every rank's `value` (what JSON can hold), in rank order. For set-up and error reports, not for
-        training."""
+        """Return every rank's `value` (what JSON can hold), in rank order. For set-up and error reports, not
+        for training."""
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
@@ -187,8 +194,8 @@ class Axis:
         sizes = [int.from_bytes(first[:SIZE], "little") for first in firsts]
         longest = max(sizes)
         rests = [b""] * self.size if longest <= SHORT else gather(text[SHORT:].ljust(longest - SHORT))
-        parts = zip(firsts, rests, sizes, strict=True)
-        return [json.loads((first[SIZE:] + rest)[:size]) for first, rest, size in parts]
+        texts = zip(firsts, rests, sizes, strict=True)
+        return [json.loads((first[SIZE:] + rest)[:size]) for first, rest, size in texts]
 
     def barrier(self) -> None:
         """Wait until every rank of the axis is here."""
@@ -196,18 +203,19 @@ class Axis:
             self.all_reduce(torch.zeros(1, device=self.backend.device)).settle()
 
     def alone(self, source: int = 0) -> float:
-        """What each rank multiplies by what rank `source` alone is to give to a sum: 1 there and 0 elsewhere.
-        A simulated rank, whose sums are of what it gives itself, gives it in that one's place."""
+        """Return the factor by which each rank multiplies a number so that an all-reduce returns that of rank
+        `source` alone: 1 there and 0 elsewhere. A simulated all-reduce multiplies by the axis' size, so there
+        the factor is 1 / size."""
         if isinstance(self.backend, Simulated):
             return 1 / self.size
         return float(self.rank == source)
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor, not initialised, that ranks of this host can read: it is exchanged without a
-        copy."""
+        """Return a flat, uninitialised tensor that ranks of this host can read, so that exchanging it needs
+        no copy."""
         return self.backend.empty(size, dtype, device)
 
-    def _parts(self, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+    def _chunks(self, tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
         sizes = sizes or [tensor.numel() // self.size] * self.size
         if sum(sizes) != tensor.numel():
             known = ", ".join(map(str, sizes))
@@ -222,8 +230,8 @@ class Axis:
 
 @dataclass
 class Mesh:
-    """All axes of a run. `mesh.dp`, `mesh.tp`, ... are Axis; axes that a run does not use have size 1. What
-    an axis is for has a name of its own: `data`, `loss`, `shard`, `replicate`."""
+    """All axes of a run. `mesh.dp`, `mesh.tp`, ... are `Axis`; axes that a run does not use have size 1. Axes
+    by role are properties: `data`, `loss`, `shard`, `replicate`."""
 
     rank: int
     world_size: int
@@ -235,12 +243,19 @@ class Mesh:
     _shared_memory: bool = False
     _backend: str | None = None
     host_of: Sequence[str] = ("this one",)
-    """The name of the host that each rank is on."""
+    """The name of each rank's host, by rank."""
     has_numbers: bool = True
-    """Whether this rank computes, and does not only count."""
+    """Whether tensors hold numbers. A simulated rank on the meta device has only shapes and counts."""
+    stands_for: torch.device | None = None
+    """The device that computes in the run that a rank is simulated of; None: `device`."""
     _made: dict[tuple[Any, ...], Axis] = field(default_factory=dict)
-    """Axes beside `axes`."""
+    """Axes that were made in addition to `axes`."""
     _shard: Axis | None = None
+
+    @property
+    def computes_on(self) -> str:
+        """The type of the device that computes, in the run itself."""
+        return (self.stands_for or self.device).type
 
     @property
     def hosts(self) -> list[str]:
@@ -262,7 +277,7 @@ class Mesh:
         shared_memory: bool = True,
         backend: str = "auto",
     ) -> Self:
-        """Build the axes over all ranks; `sizes` gives each axis' size and their product is the world size.
+        """Build the axes over all ranks; `sizes` gives each axis' size, and their product is the world size.
 
         Joins the process group that exists, or else the one that the environment (torchrun's variables,
         MPI's, ...) describes; without either, one process is the whole world. An operation waits `timeout`
@@ -285,18 +300,18 @@ class Mesh:
 
     @property
     def data(self) -> Axis:
-        """The ranks that have other samples."""
+        """The ranks that train on different samples."""
         return self.axis("data")
 
     @property
     def loss(self) -> Axis:
-        """The ranks that have other tokens, of the same samples or of others: the loss is a mean over
+        """The ranks that train on different tokens, of the same samples or of others: the loss is a mean over
         them."""
         return self.axis("loss")
 
     @property
     def shard(self) -> Axis:
-        """The ranks that share what ZeRO shards: those of `loss`, or fewer (`hybrid.sharing`)."""
+        """The ranks over which ZeRO shards: those of `loss`, or fewer (`hybrid.sharing`)."""
         return self._shard or self.loss
 
     @property
@@ -310,8 +325,9 @@ class Mesh:
         return self.axis(*AXES)
 
     def axis(self, *names: str) -> Axis:
-        """The ranks that differ in their places on these axes alone, which may be named by what they are for
-        (`mesh_axes.ROLES`); in the order of their global ranks. All ranks must call, the first time."""
+        """Return the axis over the ranks that differ from this one only in their places on the named axes, in
+        the order of their global ranks. A name may also be a role (`mesh_axes.ROLES`). The first call with
+        these names is collective: all ranks must make it."""
         wanted = {each for name in names for each in ROLES.get(name, (name,))}
         several = tuple(name for name in AXES if name in wanted and self.axes[name].size > 1)
         if len(several) < 2:
@@ -321,13 +337,14 @@ class Mesh:
         return self._made[several]
 
     def share(self, axis: Axis) -> Axis:
-        """Have `axis` be the ranks that share what ZeRO shards."""
+        """Make `axis` the one over which ZeRO shards."""
         self._shard = axis
         return axis
 
     def split(self, name: str, size: int, names: tuple[str, str]) -> tuple[Axis, Axis]:
-        """The two axes, with these names, whose product axis `name` is: of `size` neighbours on it, and of
-        those in the same place among theirs. All ranks must call, the first time."""
+        """Return the two axes, with these names, whose product is the axis `name`: the first over each `size`
+        neighbours on it, the second over the ranks in the same place among their neighbours. The first call
+        is collective over all ranks."""
         if (name, size, names[0]) not in self._made:
             blocks = [
                 [line[start : start + size] for start in range(0, len(line), size)]
@@ -339,25 +356,27 @@ class Mesh:
         return self._made[name, size, names[0]], self._made[name, size, names[1]]
 
     def among(self, name: str, places: Sequence[int]) -> Axis:
-        """An axis over the ranks in some `places` of axis `name`, whose traffic is that axis' own; of size 1
-        on the others. All ranks must call."""
+        """Return an axis over the ranks at these `places` of axis `name`, counting its traffic as that axis';
+        for ranks elsewhere an axis of size 1. All ranks must call."""
         found = self._over(name, [[line[place] for place in places] for line in self.lines(name)])
         found.counts = self.axes[name].counts
         return found
 
     def lines(self, *names: str) -> list[list[int]]:
-        """The global ranks of each axis over these, as `axis` has them."""
+        """Return the lists of global ranks, one for each group of ranks that `axis` with these names
+        joins."""
         return lines(self.sizes, self.order, *(each for name in names for each in ROLES.get(name, (name,))))
 
     def _build(self) -> None:
         self.axes.update({name: self._over(name, self.lines(name)) for name in AXES})
 
     def _over(self, name: str, lines: Sequence[Sequence[int]]) -> Axis:
-        """An axis over that of the `lines` of global ranks that this rank is in."""
+        """Return an axis over the line, of these lines of global ranks, that holds this rank."""
         found = Axis(name)
         for ranks in lines:
             if len(ranks) > 1:
-                group = groups().of(tuple(ranks), self._timeout, self._backend)  # all ranks make every group
+                # collective: all ranks make every group
+                group = groups().of(tuple(ranks), self._timeout, self._backend)
                 if self.rank in ranks:
                     at = [*ranks].index(self.rank)
                     found = _axis(
@@ -366,28 +385,28 @@ class Mesh:
         return found
 
     def places(self, rank: int) -> dict[str, int]:
-        """Where a rank of the mesh is among those of `loss`, `tp` and `pp`."""
+        """Return the place of a global rank on the axes `loss`, `tp` and `pp`."""
         return {
             name: next(line.index(rank) for line in self.lines(name) if rank in line)
             for name in ("loss", "tp", "pp")
         }
 
     def gather_objects(self, value: object) -> list[Any]:
-        """The `value` of every rank of the mesh (what JSON can hold), in the order of the ranks."""
+        """Return the `value` of every rank of the mesh (what JSON can hold), in the order of the ranks."""
         return self.world.gather_objects(value)
 
     def receive_object(self, axis: Axis, source: int, expected: Callable[[], Any]) -> Any:
-        """What rank `source` of `axis` sends. A simulated rank, to which nobody does, takes what is
-        `expected`."""
+        """Return the value that rank `source` of `axis` sends. A simulated rank, to which nobody sends,
+        returns `expected()`."""
         return axis.receive_object(source)
 
-    def aside(self) -> Axis:
-        """An axis over all ranks, between CPUs, for what goes on beside training in another thread. All ranks
-        must call."""
+    def control_axis(self) -> Axis:
+        """Return an axis over all ranks, between CPUs, for exchanges beside training, perhaps in another
+        thread. All ranks must call."""
         return everyone(self._timeout)
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """(calls, bytes sent by this rank) since the start, by axis and operation."""
+        """Return (calls, bytes sent by this rank) since the start, by axis and operation."""
         return {
             axis.name: {operation: (count.calls, count.bytes) for operation, count in axis.counts.items()}
             for axis in self._all()
@@ -398,9 +417,27 @@ class Mesh:
         yield from (*self.axes.values(), *self._made.values())
 
 
+class SimulatedAxis(Axis):
+    """An axis of a simulated rank, which tells an observer what it begins, and when it is waited for."""
+
+    backend: Simulated
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        self._tell("receive", _bytes(tensor))
+        return super().receive(tensor, source)
+
+    def _count(self, operation: str, sent: int) -> None:
+        super()._count(operation, sent)
+        self._tell(operation, sent)
+
+    def _tell(self, verb: str, nbytes: int) -> None:
+        if (observer := OBSERVER.get()) is not None:
+            self.backend.waited = observer.collective(self.name, verb, nbytes, self.size)
+
+
 class SimulatedMesh(Mesh):
-    """The mesh of a rank of a run that does not exist, for what such a rank has: every other rank is taken to
-    give what this one gives (`simulated`). Communication: none."""
+    """The mesh of one rank of a run that does not exist: each other rank is taken to give what this one gives
+    (`simulated`). Communication: none."""
 
     @classmethod
     def of(
@@ -410,20 +447,28 @@ class SimulatedMesh(Mesh):
         rank: int,
         device: torch.device,
         has_numbers: bool = True,
+        stands_for: torch.device | None = None,
     ) -> Self:
-        """That of rank `rank`, where each host has as many ranks as this one has GPUs, or all. has_numbers:
-        whether it computes, which none does on the meta device."""
+        """Return the mesh of rank `rank`, where each host has as many ranks as this one has GPUs, or all
+        ranks where it has none. `has_numbers`: whether tensors hold numbers; on the meta device they never
+        do. stands_for: the device of the run, by default `device`, or a CPU for the meta device."""
         world_size = math.prod(sizes.values())
+        if not 0 <= rank < world_size:
+            raise TransportError(f"there is no rank {rank} of {world_size}: they are 0 to {world_size - 1}")
         each = torch.cuda.device_count() or world_size
         hosts = [f"host {other // each}" for other in range(world_size)]
         has_numbers = has_numbers and device.type != "meta"
+        if stands_for is None and device.type == "meta":
+            stands_for = torch.device("cpu")
         mesh = cls(rank, world_size, device, sizes, order, host_of=hosts, has_numbers=has_numbers)
+        mesh.stands_for = stands_for
         mesh._build()
         return mesh
 
     def _over(self, name: str, lines: Sequence[Sequence[int]]) -> Axis:
         ranks = next((ranks for ranks in lines if self.rank in ranks), [self.rank])
-        return Axis(name, len(ranks), [*ranks].index(self.rank))
+        at = [*ranks].index(self.rank)
+        return SimulatedAxis(name, len(ranks), at, Simulated(len(ranks), at, self.computes_on))
 
     def gather_objects(self, value: object) -> list[Any]:
         return [value]
@@ -434,24 +479,24 @@ class SimulatedMesh(Mesh):
         ]
         try:
             return expected()
-        finally:  # what it exchanges is exchanged by another rank
+        finally:  # its traffic is that of another rank
             for each, counts in before:
                 each.counts.clear()
                 each.counts.update(counts)
 
-    def aside(self) -> Axis:
-        return Axis("aside", self.world_size, self.rank)
+    def control_axis(self) -> Axis:
+        return Axis("control", self.world_size, self.rank)
 
 
 def everyone(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str = "auto") -> Axis:
-    """An axis over all ranks, between CPUs, apart from those of any mesh. All ranks must call, `within` that
-    time of each other where there is no process group yet. Raises as `Mesh.open`."""
+    """Return an axis over all ranks, between CPUs, apart from those of any mesh. All ranks must call,
+    `within` that time of each other where there is no process group yet. Raises as `Mesh.open`."""
     join(timeout, within, backend)
     size, rank = world()
     if size == 1:
-        return Axis("aside")
+        return Axis("control")
     group = groups().of(tuple(range(size)), timeout, of_cpus() or "gloo")
-    return _axis("aside", size, rank, group, timeout, False, torch.device("cpu"))
+    return _axis("control", size, rank, group, timeout, False, torch.device("cpu"))
 
 
 def _axis(
@@ -463,20 +508,20 @@ def _axis(
     shared_memory: bool,
     device: torch.device,
 ) -> Axis:
-    """An axis over the ranks of `group`, which moves tensors of `device`."""
+    """Return an axis over the ranks of `group`, for tensors on `device`."""
     if not exchanges_directly(group):
         axis = Axis(name, size, rank, ProcessGroup(name, size, rank, group, device))
     else:
         backend = (AcrossHosts if of_cpus(group) == "mpi" else GlooDirect)(name, size, rank, group)
         axis = Axis(name, size, rank, backend)
         if shared_memory:
-            backend.meet(axis.gather_objects, timeout)
-    current().of(Opened).axes.add(axis)
+            backend.find_neighbours(axis.gather_objects, timeout)
+    current().of(OpenAxes).axes.add(axis)
     return axis
 
 
-class Opened(Part):
-    """The axes of a world that move tensors."""
+class OpenAxes(Resource):
+    """The axes of a world that have a backend, to abort and close them with it."""
 
     def __init__(self) -> None:
         self.axes = WeakSet[Axis]()
@@ -486,27 +531,29 @@ class Opened(Part):
             axis.backend.abort(why)
 
     def close(self) -> None:
-        """Have them move nothing any more, nor hold what they did it with: engines that are closed, too, have
-        their axes."""
+        """Stop all axes, also those of engines that are closed, and release the buffers and connections of
+        their backends."""
         for axis in [*self.axes]:
             axis.backend.close()
             axis.backend = _Closed()  # type: ignore[assignment]
 
 
 class _Closed:
-    """In the place of a `Backend`."""
+    """The `Backend` of an axis whose world is closed: each use raises TransportError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TransportError(CLOSED)
 
 
 def exchanges_directly(group: dist.ProcessGroup) -> bool:
-    """Whether ranks of the group exchange numbers themselves, or leave it to the group's own collectives."""
+    """Return whether ranks of the group exchange numbers themselves (`gloo_direct`), rather than by the
+    group's own collectives."""
     return bool(of_cpus(group))
 
 
 def names_apart(found: Sequence[Sequence[str]]) -> list[str]:
-    """The host names of (name, machine), with the machine where several have the same name."""
+    """Return the host names of (name, machine) pairs; where several machines have the same name, each with
+    its machine."""
     machines = defaultdict[str, set[str]](set)
     for name, machine in found:
         machines[name].add(machine)

@@ -1,9 +1,9 @@
-"""The MPI library of a job that mpirun or srun started, through mpi4py: which one there is, operations under
+"""The MPI library of a job that mpirun or srun started, through mpi4py: which library it is, operations under
 way in it, and how they end.
 
-MPI carries bytes and nothing else; what is summed is summed by `sums`, in rank order, whatever the library.
-Invariants: calls that test for the end of an operation are made one at a time; nothing waits inside the
-library for others, so that each wait has a deadline. mpi4py is imported when the first group is made.
+MPI carries bytes and nothing else; sums are taken by `sums`, in rank order, whatever the library. Invariants:
+calls that test for the end of an operation are made one at a time; nothing waits inside the library for
+others, so that each wait has a deadline. mpi4py is imported when the first group is made.
 
 Communication: none of its own but a barrier as the process ends. A thread tests operations that nobody waits
 for: most libraries move messages only while they are called."""
@@ -35,33 +35,34 @@ from polyreme.distributed.world import current
 from polyreme.errors import LaunchError, TransportError
 
 Step = Sequence[Any] | Callable[[], bool]
-"""What an operation waits for: MPI requests, or what tells that it can go on."""
+"""A condition that an operation waits for: MPI requests, or a function that returns whether it can go on."""
 
 EAGER, PATIENCE, LONGEST = 2e-4, 2e-3, 1e-3
-"""Seconds of waiting before others are let in on the processor, before it is left to them, and for which it
-then is at most."""
+"""Seconds of waiting after which the processor is yielded, after which the wait sleeps, and the longest
+sleep."""
 INTERVAL, LINGER = 5e-4, 2e-2
-"""Seconds between two looks of the thread at operations that nobody may be waiting for, and for which it goes
-on when there are none: to wake it takes longer than to look."""
+"""Seconds between two tests by the thread of operations that nobody may be waiting for, and for which it goes
+on when there are none: waking it takes longer than testing."""
 WITHIN = timedelta(minutes=2)
-"""How long ranks wait for others as MPI begins, where launch.meet_timeout does not say."""
+"""How long ranks wait for others as MPI begins, by default."""
 ENDING = 30.0
-"""Seconds that MPI_Finalize gets after all ranks came to it."""
+"""Seconds that MPI_Finalize gets after all ranks have reached it."""
 LEAVING = 2.0
-"""Seconds until a rank ends that MPI_Finalize held up, in which others see that it holds them up, too."""
+"""Seconds for which a rank stays after MPI_Finalize got stuck, so that others notice that it holds them up,
+too."""
 UNIT = 1 << 30
-"""Bytes of a message, from which on they are counted in larger units: a count has 31 bits."""
+"""Bytes of a message from which on it is counted in larger units, as a count has 31 bits."""
 
 
 def usable(environment: Environment) -> bool:
-    """Whether MPI started this process as one of several ranks, and mpi4py is there to use it."""
+    """Return whether MPI started this process as one of several ranks, and mpi4py is installed."""
     started = environment.name in BY_MPI and environment.world_size > 1
     return started and importlib.util.find_spec("mpi4py") is not None
 
 
 def library(within: timedelta = WITHIN) -> Any:
-    """The module `mpi4py.MPI`, with MPI begun. Raises TransportError where that cannot be; ends this process
-    where other ranks have not begun it `within` that time."""
+    """Return the module `mpi4py.MPI`, with MPI initialised. Raises TransportError where that fails; ends this
+    process where other ranks have not initialised it `within` that time."""
     if "mpi4py.MPI" not in sys.modules:
         try:
             import mpi4py
@@ -89,8 +90,8 @@ def library(within: timedelta = WITHIN) -> Any:
 
 
 def _refuse_foreign(MPI: Any, variables: Mapping[str, str] = os.environ) -> None:
-    """Raise LaunchError where another MPI's mpirun started this process: MPI_Init would end it, or have it be
-    alone. One that was built for both says so by MPIR_CVAR_PMI_VERSION."""
+    """Raise LaunchError where another MPI's mpirun started this process: MPI_Init would end it, or make it a
+    world of its own. A library that supports both says so by MPIR_CVAR_PMI_VERSION."""
     if "SLURM_STEP_ID" in variables or "MPIR_CVAR_PMI_VERSION" in variables:
         return
     vendor = MPI.get_vendor()[0]
@@ -109,8 +110,8 @@ def _refuse_foreign(MPI: Any, variables: Mapping[str, str] = os.environ) -> None
 
 
 def _begin(MPI: Any, within: timedelta) -> None:
-    """Begin MPI, which waits for all ranks and has no deadline; mpi4py would let nothing else of Python run
-    meanwhile."""
+    """Initialise MPI, which waits for all ranks without a deadline. Called by ctypes, as mpi4py would stop
+    all other Python threads meanwhile."""
     begun = threading.Event()
 
     def watch() -> None:
@@ -131,23 +132,23 @@ def _begin(MPI: Any, within: timedelta) -> None:
     if status != MPI.SUCCESS:
         raise TransportError(f"MPI could not begin (MPI_Init_thread gave {status}): see what it prints above")
     for each in MPI.COMM_WORLD, MPI.COMM_SELF:
-        each.Set_errhandler(MPI.ERRORS_RETURN)  # which mpi4py raises
+        each.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises exceptions
 
 
 def version() -> str:
-    """The library's name and version."""
+    """Return the library's name and version."""
     return named(library())
 
 
 def named(MPI: Any) -> str:
-    """The first line of what a library says that it is: some end with NUL."""
+    """Return the first line of the library's version text, without the NUL that some end with."""
     return " ".join(str(MPI.Get_library_version()).replace("\0", "").splitlines()[0].split())
 
 
 @functools.cache
 def place() -> tuple[int, int, int, int]:
-    """(rank, world size, local rank, local world size), as MPI has them; all ranks must call. Raises
-    TransportError where MPI cannot be asked, or is alone and does not speak PMIx."""
+    """Return (rank, world size, local rank, local world size), as MPI has them; all ranks must call. Raises
+    TransportError where MPI cannot be asked, or knows only this process and does not speak PMIx."""
     MPI = library()
     world = MPI.COMM_WORLD
     if world.size == 1 and "Open MPI" not in version():
@@ -159,7 +160,7 @@ def place() -> tuple[int, int, int, int]:
 
 
 def refuse_others(size: int, rank: int, who: str) -> None:
-    """Raise TransportError where MPI has not the ranks that `who` says there are."""
+    """Raise TransportError where MPI's world size and rank are not these, which `who` gave."""
     world = library().COMM_WORLD
     if (size, rank) != (world.size, world.rank):
         raise TransportError(
@@ -170,12 +171,12 @@ def refuse_others(size: int, rank: int, who: str) -> None:
 
 
 def message(tensor: Tensor) -> list[Any]:
-    """The bytes of a contiguous `tensor`, for MPI."""
+    """Return the bytes of a contiguous `tensor` in the form in which mpi4py takes a message."""
     from mpi4py import MPI
 
     nbytes = tensor.nbytes
     buffer = MPI.buffer.fromaddress(tensor.data_ptr(), nbytes)
-    # the largest power of two in a large number
+    # units of the largest power of two that divides it
     return [buffer, MPI.BYTE if nbytes < UNIT else _units(min(nbytes & -nbytes, 4096))]
 
 
@@ -191,11 +192,12 @@ _types: dict[int, Any] = {}
 
 
 class Operation(dist.Work):
-    """An operation under way, which goes on whoever waits for it. `steps` does it, and yields where it has to
-    wait. Tensors that MPI reads or writes are kept by its frame, or as the `results`.
+    """An operation under way, which goes on whether or not it is waited for. The generator `steps` performs
+    it, and yields where it has to wait. Tensors that MPI reads or writes are kept alive by its frame, or as
+    the `results`.
 
-    `wait` raises TransportError after `timeout`, or what the operation raised; either stays so, and so does
-    its future's."""
+    `wait` raises TransportError after `timeout`, or the operation's own error; later calls and the future
+    raise the same."""
 
     def __init__(
         self,
@@ -205,7 +207,7 @@ class Operation(dist.Work):
         results: Sequence[Tensor] = (),
         group: object = None,
     ) -> None:
-        """One of a `group`, with which it can be broken off."""
+        """`group`: the group with which the operation can be broken off."""
         super().__init__()
         self._what, self._steps, self._timeout, self._results = what, steps, timeout, list(results)
         self.group = group
@@ -215,13 +217,15 @@ class Operation(dist.Work):
         self._future: Any = None
         self._expires = math.inf
         self.status: Any = None
-        """Of a receive: says whose message came."""
+        """The MPI status of a receive, which tells who sent the message."""
         PROGRESS.begin(self)
 
     def advance(self) -> bool:
-        """Do what can be done now. Returns whether the operation has ended."""
+        """Do as much as can be done now. Returns whether the operation has ended."""
         try:
-            while not self.done and (self._until() if callable(self._until) else _complete(self._until)):
+            while not self.done and (
+                self._until() if callable(self._until) else all(each.Test() for each in self._until)
+            ):
                 self._until = next(self._steps)
         except StopIteration:
             self.done = True
@@ -232,7 +236,7 @@ class Operation(dist.Work):
         return self.done
 
     def _give_up(self, after: timedelta) -> None:
-        """Fail; what MPI may still write to stays alive."""
+        """Fail after a timeout. Tensors that MPI may still write to stay alive."""
         self.fail(f"did not end within {after.total_seconds():g} s: a rank ended or is late")
 
     def fail(self, why: str) -> None:
@@ -240,7 +244,7 @@ class Operation(dist.Work):
         self.error = self.error or TransportError(f"{self._what} {why}")
 
     def tell(self) -> None:
-        """Tell who follows the operation by its future that it ended."""
+        """Complete the future, if there is one and the operation has ended."""
         if self._future is not None and not self._future.done() and (self.done or self.error):
             if self.error is None:
                 self._future.set_result(self._results)
@@ -248,7 +252,7 @@ class Operation(dist.Work):
                 self._future.set_exception(self.error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when the operation has ended, or raise. `timeout` 0 is the group's."""
+        """Wait until the operation has ended, or raise. `timeout` 0 means the group's."""
         began, most = time.monotonic(), timeout or self._timeout
         while not self.done and self.error is None:
             PROGRESS.look()
@@ -263,15 +267,10 @@ class Operation(dist.Work):
             raise self.error
         return True
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether it has ended, as far as is known; asks nothing."""
-        return self.done or self.error is not None
-
     def is_completed(self) -> bool:
         if not self.done:
             PROGRESS.look()
-        return self.is_ended
+        return self.done or self.error is not None
 
     def is_success(self) -> bool:
         return self.done and self.error is None
@@ -294,12 +293,8 @@ class Operation(dist.Work):
         return self._future
 
 
-def _complete(requests: Sequence[Any]) -> bool:
-    return all(request.Test() for request in requests)
-
-
 def pause(waited: float) -> None:
-    """Leave the processor to others, between two looks of a wait."""
+    """Yield the processor, or sleep, between two tests of a wait that has lasted `waited` seconds."""
     if waited < EAGER:
         return
     if waited < PATIENCE:
@@ -309,8 +304,9 @@ def pause(waited: float) -> None:
 
 
 class _End(threading.Thread):
-    """The thread that ends MPI: some libraries wait in MPI_Finalize for ever, where mpi4py would let nothing
-    else of Python run. It starts with MPI: no thread may start as the interpreter ends."""
+    """The thread that ends MPI. Some libraries wait in MPI_Finalize for ever, and mpi4py would stop all other
+    Python threads meanwhile. It starts together with MPI, as no thread may start while the interpreter
+    ends."""
 
     def __init__(self) -> None:
         super().__init__(name="polyreme mpi ends", daemon=True)
@@ -324,7 +320,8 @@ class _End(threading.Thread):
         self._done.set()
 
     def within(self, seconds: float) -> None:
-        """End MPI. After so many seconds this process will end without, with the exit status that it has."""
+        """End MPI. If that takes more than `seconds`, this process ends without it and keeps its exit
+        status."""
         self._asked.set()
         if self._done.wait(seconds):
             return
@@ -338,23 +335,23 @@ class _End(threading.Thread):
 
 
 def _leave() -> None:
-    """Have this process, as it exits, skip what the library does then, which may wait, too. It keeps its exit
-    status; MPICH's mpirun is told, or it would kill the others."""
+    """Make this process skip the library's exit handlers, which may wait, too. The process keeps its exit
+    status; MPICH's mpirun is told, or it would kill the other ranks."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "on_exit"):
         return
     libc.on_exit(libc._exit, None)
     if (launcher := os.environ.get("PMI_FD", "")).isdecimal():
-        told = os.dup(int(launcher))
+        pipe = os.dup(int(launcher))
         deaf, other = socket.socketpair()
-        # nothing of MPI_Finalize's reaches the launcher any more, as where it goes on because a rank has left
+        # MPI_Finalize may go on when a rank has left: its messages must not reach the launcher any more
         os.dup2(deaf.detach(), int(launcher))
         other.detach()
         time.sleep(LEAVING)
         libc.fdopen.restype = ctypes.c_void_p
-        if file := libc.fdopen(told, b"w"):
+        if file := libc.fdopen(pipe, b"w"):
             libc.fputs(b"cmd=finalize\n", ctypes.c_void_p(file))
-            # not before: who waits for the launcher in MPI_Finalize takes its answer for an error
+            # at exit only: a rank that waits in MPI_Finalize takes the launcher's answer for an error
             libc.__cxa_atexit(libc.fflush, ctypes.c_void_p(file), None)
 
 
@@ -364,26 +361,27 @@ def _ends() -> _End:
 
 
 def finalize() -> None:
-    """Call MPI_Finalize, and let Python go on meanwhile."""
+    """Call MPI_Finalize while other Python threads go on."""
     ctypes.CDLL(sys.modules["mpi4py.MPI"].__file__).MPI_Finalize()
 
 
 class _Progress:
-    """The operations under way in this process."""
+    """The MPI operations under way in this process, and the thread that drives them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way: list[Operation] = []
-        self._broken_off: list[Operation] = []  # whose tensors MPI may still read and write
+        self._broken_off: list[Operation] = []  # MPI may still read and write their tensors
         self._some = threading.Event()
         self._thread: threading.Thread | None = None
         self.failed = False
-        """Whether an operation failed: MPI is not ended then, which would wait for the others."""
+        """Whether an operation failed. MPI_Finalize, which would wait for the other ranks, is then
+        skipped."""
         self.longest = WITHIN
-        """How long others may be late for the end: at least the longest deadline of a group."""
+        """How long other ranks may be late for the end: at least the longest timeout of a group."""
 
     def begin(self, operation: Operation) -> None:
-        """Begin an operation, and see to its end."""
+        """Begin an operation, and drive it to its end."""
         with self._lock:
             if operation.advance():
                 return
@@ -395,16 +393,16 @@ class _Progress:
             self._some.set()
 
     def look(self) -> None:
-        """See how far operations are; those that wait for nothing any more go on."""
+        """Test the operations, and advance those that can go on."""
         with self._lock:
             under_way = self._under_way
             self._under_way = [each for each in under_way if not each.advance()]
         for each in under_way:
-            each.tell()  # without the lock: who hears of it may begin others
+            each.tell()  # without the lock: a callback may begin other operations
 
     def abort(self, group: object) -> None:
-        """Break off the operations of a group. MPI goes on with them, as it has no way to end those that
-        others take part in; nobody looks for their end any more."""
+        """Break off the operations of a group. MPI has no way to end operations that other ranks take part
+        in: it goes on with them, and nobody tests them any more."""
         with self._lock:
             ours = [each for each in self._under_way if each.group is group]
             self._under_way = [each for each in self._under_way if each.group is not group]
@@ -427,7 +425,8 @@ class _Progress:
                         self._some.clear()
 
     def end(self) -> None:
-        """End MPI when all ranks are here; not where something failed, which others may not know of."""
+        """End MPI when all ranks are here. Skipped where an operation failed, which other ranks may not know
+        of."""
         MPI = sys.modules.get("mpi4py.MPI")
         if MPI is None or self.failed or getattr(sys, "last_value", None) is not None:
             return

@@ -1,12 +1,12 @@
-"""A process group of torch.distributed over MPI: what `init_process_group("mpi")` and `new_group` make with a
-PyTorch that was built without MPI.
+"""A process group of torch.distributed over MPI: the group that `init_process_group("mpi")` and `new_group`
+make with a PyTorch that was built without MPI.
 
 Invariants: reductions are taken in rank order for each element by itself, of bf16 and fp16 in fp32; ranks
 begin the collectives of a group in the same order. Tensors are of the CPU, of any dtype.
 
-Communication: the library's own nonblocking collectives, of bytes. What is reduced is exchanged between each
-two ranks and reduced where it is wanted; an all-reduce of more than SMALL bytes is a reduce-scatter and an
-all-gather."""
+Communication: the library's own nonblocking collectives, of bytes. Reductions exchange the chunks between
+each two ranks and reduce them where the result is wanted; an all-reduce of more than SMALL bytes is a
+reduce-scatter and an all-gather."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from polyreme.distributed.sums import put, sum_into
 from polyreme.errors import TransportError
 
 SMALL = 1 << 15
-"""Bytes up to which an all-reduce gathers whole tensors: that is one exchange, and not two."""
-MEETING = 1
-"""The tag of messages by which members of a new group meet."""
+"""Bytes up to which an all-reduce gathers whole tensors, in one exchange instead of two."""
+RENDEZVOUS = 1
+"""The tag of messages by which members of a new group wait for each other."""
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # whose stub is stricter than what torch calls
+_ProcessGroup: Any = dist.ProcessGroup  # torch's stub is stricter than torch itself
 
 
 class MpiGroup(_ProcessGroup):
@@ -40,7 +40,7 @@ class MpiGroup(_ProcessGroup):
         super().__init__(comm.rank, comm.size)
         self.timeout = timeout
         self._comm, self._size, self._rank = comm, comm.size, comm.rank
-        self._own = comm.Dup()  # for messages of exchanges, whose tags are their numbers
+        self._own = comm.Dup()  # for exchanges; a message's tag is the exchange's number
         self._begun, self._tags = 0, comm.Get_attr(library().TAG_UB) + 1
         self._name = self._description = ""
         self._aborted = False
@@ -74,7 +74,7 @@ class MpiGroup(_ProcessGroup):
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, to_sizes: list[int], sizes: list[int], opts: Any = None
     ) -> Operation:
-        """Exchange parts along the first dimension, alike without sizes."""
+        """Exchange chunks along the first dimension, equal ones where no sizes are given."""
         places = output.split(to_sizes or [len(output) // self._size] * self._size)
         return self.alltoall(
             [*places], [*tensor.split(sizes or [len(tensor) // self._size] * self._size)], opts
@@ -86,25 +86,25 @@ class MpiGroup(_ProcessGroup):
         def steps(places: list[Tensor], tensor: Tensor) -> Iterator[Step]:
             whole = tensor.new_empty(self._size * tensor.numel())
             yield from self._all_gather(whole, tensor)
-            for part, place in zip(whole.chunk(self._size), places, strict=True):
-                _back(part, place)
+            for chunk, place in zip(whole.chunk(self._size), places, strict=True):
+                _back(chunk, place)
 
         each = [steps(places, tensor) for places, tensor in zip(outputs, tensors, strict=True)]
         return self._begin("all-gather", each, [*chain.from_iterable(outputs)], opts)
 
     def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> Operation:
         steps = [
-            self._reduce_scatter(output, [_flat(each) for each in parts], opts.reduceOp)
-            for output, parts in zip(outputs, tensors, strict=True)
+            self._reduce_scatter(output, [_flat(each) for each in summands], opts.reduceOp)
+            for output, summands in zip(outputs, tensors, strict=True)
         ]
         return self._begin("reduce-scatter", steps, outputs, opts)
 
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Operation:
-        """Parts may be of different sizes, and empty."""
+        """Exchange tensors, which may be of different sizes, and empty."""
 
         def steps() -> Iterator[Step]:
             places = [_flat(each) for each in outputs]
-            yield from self._exchange([_flat(each) for each in tensors], places)
+            yield from self._exchange([_flat(each) for each in tensors], places, self._number())
             for place, output in zip(places, outputs, strict=True):
                 _back(place, output)
 
@@ -116,8 +116,8 @@ class MpiGroup(_ProcessGroup):
             whole = tensor.new_empty(self._size * tensor.numel() if root else 0)
             to = message(whole) if root else None
             yield [self._comm.Igather(message(tensor), to, opts.rootRank)]
-            for part, place in zip(whole.chunk(self._size), outputs[0], strict=True) if root else ():
-                _back(part, place)
+            for chunk, place in zip(whole.chunk(self._size), outputs[0], strict=True) if root else ():
+                _back(chunk, place)
 
         return self._begin("gather", [steps()], [*chain.from_iterable(outputs)], opts)
 
@@ -125,19 +125,18 @@ class MpiGroup(_ProcessGroup):
         def steps() -> Iterator[Step]:
             place, root = _flat(outputs[0]), self._rank == opts.rootRank
             whole = torch.cat([_flat(each) for each in tensors[0]]) if root else None
-            parts = message(whole) if whole is not None else None
-            yield [self._comm.Iscatter(parts, message(place), opts.rootRank)]
+            chunks = message(whole) if whole is not None else None
+            yield [self._comm.Iscatter(chunks, message(place), opts.rootRank)]
             _back(place, outputs[0])
 
         return self._begin("scatter", [steps()], outputs, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Operation:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None
     ) -> Operation:
-        """`outputs` has for each rank a tensor for each of `tensors`."""
+        """Gather several tensors. `outputs` has for each rank a tensor for each of `tensors`."""
         return self.allgather([list(each) for each in zip(*outputs, strict=True)], tensors, opts)
 
     def all_gather_single_coalesced(
@@ -182,7 +181,7 @@ class MpiGroup(_ProcessGroup):
         return "mpi"
 
     def getGroupName(self) -> str:
-        """By which meshes of devices and functional collectives find the group."""
+        """Return the name by which device meshes and functional collectives find the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
@@ -195,12 +194,12 @@ class MpiGroup(_ProcessGroup):
         self._description = description
 
     def abort(self) -> None:
-        """Break off the operations under way in this process, as `_Progress.abort` says; later ones raise."""
+        """Break off the operations under way in this process, as `_Progress.abort` does; later ones raise."""
         self._aborted = True
         PROGRESS.abort(self)
 
     def shutdown(self) -> None:
-        """Let go of the communicators, which MPI has few of; not where an operation failed."""
+        """Free the communicators, which MPI has few of; not where an operation failed."""
         if self._comm is not None and not PROGRESS.failed and not library().Is_finalized():
             self._comm.Free()
             self._own.Free()
@@ -216,12 +215,12 @@ class MpiGroup(_ProcessGroup):
     # ---- how
 
     def sending(self, flat: Tensor, to: int, tag: int) -> Any:
-        """Begin to send a flat tensor: an MPI request, for the steps of an `Operation`, which keeps the
-        tensor."""
+        """Begin to send a flat tensor. Returns an MPI request for the steps of an `Operation`, which keeps
+        the tensor."""
         return self._comm.Isend(message(flat), to, tag % self._tags)
 
     def receiving(self, flat: Tensor, source: int, tag: int) -> Any:
-        """Begin to fill a flat tensor: an MPI request."""
+        """Begin to fill a flat tensor. Returns an MPI request."""
         return self._comm.Irecv(message(flat), source, tag % self._tags)
 
     def _begin(
@@ -245,28 +244,24 @@ class MpiGroup(_ProcessGroup):
         results: Sequence[Tensor] = (),
         timeout: timedelta | None = None,
     ) -> Operation:
-        """Begin one of the group, with its own timeout unless another is given."""
+        """Begin an operation of this group, with the group's timeout unless another is given."""
         if self._aborted:
             raise TransportError(f"{what} was broken off: this process has aborted the group")
         return Operation(what, steps, timeout or self.timeout, results, self)
-
-    def _exchange(self, parts: Sequence[Tensor], places: Sequence[Tensor]) -> Iterator[Step]:
-        """Give every rank its part, and get theirs into places, all flat."""
-        number = self._number()
-        return self._exchanged(parts, places, number)
 
     def _number(self) -> int:
         self._begun += 1
         return self._begun % self._tags
 
-    def _exchanged(self, parts: Sequence[Tensor], places: Sequence[Tensor], number: int) -> Iterator[Step]:
+    def _exchange(self, chunks: Sequence[Tensor], places: Sequence[Tensor], number: int) -> Iterator[Step]:
+        """Give every rank its chunk, and receive theirs into `places`, all flat, as exchange `number`."""
         requests = []
-        # each rank starts with another one, so that none is everybody's first
+        # each rank starts with a different peer, so that none gets all first messages
         for step in range(1, self._size):
             to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
             requests.append(self._own.Irecv(message(places[source]), source, number))
-            requests.append(self._own.Isend(message(parts[to]), to, number))
-        put(places[self._rank], parts[self._rank])
+            requests.append(self._own.Isend(message(chunks[to]), to, number))
+        put(places[self._rank], chunks[self._rank])
         yield requests
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Iterator[Step]:
@@ -275,10 +270,10 @@ class MpiGroup(_ProcessGroup):
         yield [self._comm.Iallgather(library().IN_PLACE if there else message(mine), message(whole))]
         _back(whole, output)
 
-    def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> Iterator[Step]:
-        mine = parts[self._rank]
+    def _reduce_scatter(self, output: Tensor, chunks: Sequence[Tensor], op: Any) -> Iterator[Step]:
+        mine = chunks[self._rank]
         places = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._size)]
-        yield from self._exchange(parts, places)
+        yield from self._exchange(chunks, places, self._number())
         reduce_into(output, places, op)
 
     def _all_reduce(self, output: Tensor, tensor: Tensor, op: Any) -> Iterator[Step]:
@@ -288,36 +283,36 @@ class MpiGroup(_ProcessGroup):
             yield from self._all_gather(whole, mine)
             reduce_into(output, whole.chunk(self._size), op)
             return
-        number = self._number()  # of the second exchange, which others begin in another order
-        parts, result = mine.tensor_split(self._size), _flat(output)
+        number = self._number()  # taken now, as ranks may begin the second exchange in another order
+        chunks, result = mine.tensor_split(self._size), _flat(output)
         places = result.tensor_split(self._size)
-        yield from self._reduce_scatter(places[self._rank], parts, op)
-        yield from self._exchanged([places[self._rank]] * self._size, places, number)
+        yield from self._reduce_scatter(places[self._rank], chunks, op)
+        yield from self._exchange([places[self._rank]] * self._size, places, number)
         _back(result, output)
 
 
-def reduce_into(output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
-    """Reduce `parts` (flat, of one size and dtype) in their order, in fp32 where they are narrower. Raises
-    TransportError for reductions that there are not."""
-    dtype, result = parts[0].dtype, _flat(output)
+def reduce_into(output: Tensor, summands: Sequence[Tensor], op: Any) -> None:
+    """Reduce `summands` (flat, of one size and dtype) in their order, bf16 and fp16 in fp32. Raises
+    TransportError for an unknown reduction."""
+    dtype, result = summands[0].dtype, _flat(output)
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    # in this order: a ReduceOp equals its kind, but not the other way round
+    # the order matters: op == SUM holds, SUM == op does not
     if (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG) and dtype != torch.bool:
         total = result if result.dtype == wide else torch.empty_like(result, dtype=wide)
-        sum_into(total, parts, False)
+        sum_into(total, summands, False)
         if op == dist.ReduceOp.AVG:
             whole = not (wide.is_floating_point or wide.is_complex)
-            total.div_(len(parts), rounding_mode="trunc" if whole else None)
+            total.div_(len(summands), rounding_mode="trunc" if whole else None)
     else:
         function = next((each for known, each in _REDUCTIONS if op == known), None)
         if function is None:
             raise TransportError(f"the mpi backend has no reduction {op} of {dtype}")
-        total = functools.reduce(function, (part.to(wide) for part in parts))
+        total = functools.reduce(function, (summand.to(wide) for summand in summands))
     _back(total, output)
 
 
 _REDUCTIONS: Sequence[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = (
-    (dist.ReduceOp.SUM, torch.logical_or),  # of bool
+    (dist.ReduceOp.SUM, torch.logical_or),  # of bool; others are summed above
     (dist.ReduceOp.PRODUCT, torch.mul),
     (dist.ReduceOp.MIN, torch.minimum),
     (dist.ReduceOp.MAX, torch.maximum),
@@ -328,7 +323,7 @@ _REDUCTIONS: Sequence[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = (
 
 
 def _concurrently(each: Sequence[Iterator[Step]]) -> Iterator[Step]:
-    """Several operations at the same time."""
+    """Run several operations at the same time."""
     if len(each) == 1:
         yield from each[0]
         return
@@ -343,15 +338,15 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _back(flat: Tensor, tensor: Tensor) -> None:
-    """Copy what `_flat` gave back, where that was a copy."""
+    """Copy a tensor that `_flat` returned back into its original, where it was a copy."""
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def create(ranks: Sequence[int], timeout: timedelta, size: int = -1, rank: int = -1) -> MpiGroup:
-    """A group of these ranks of the world, or of all where there are none; all members must call. `size` and
-    `rank` are the world's, as torch has them, where it has. Raises TransportError where MPI has others, or a
-    member does not come within `timeout`."""
+    """Return a group of these ranks of the world, or of all for an empty list; all members must call. `size`
+    and `rank` are the world's, as torch has them, where it has any. Raises TransportError where MPI has other
+    ranks, or a member does not come within `timeout`."""
     MPI = library(timeout)
     if dist.is_initialized():
         size, rank = dist.get_world_size(), dist.get_rank()
@@ -363,22 +358,22 @@ def create(ranks: Sequence[int], timeout: timedelta, size: int = -1, rank: int =
         return MpiGroup(world.Dup(), timeout)
     _meet(world, ranks, timeout)
     members = world.Get_group().Incl(list(ranks))
-    comm = world.Create_group(members, MEETING)
+    comm = world.Create_group(members, RENDEZVOUS)
     members.Free()
     return MpiGroup(comm, timeout)
 
 
 def _meet(world: Any, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Wait for the other members of a group, before they all call what has no deadline."""
+    """Wait for the other members of a group, before all call MPI's constructor, which has no deadline."""
 
     def steps() -> Iterator[Step]:
         buffer = bytearray(1)
         first, others = ranks[0], ranks[1:]
         if world.rank == first:
-            yield [world.Irecv(bytearray(1), rank, MEETING) for rank in others]
-            yield [world.Isend(buffer, rank, MEETING) for rank in others]
+            yield [world.Irecv(bytearray(1), rank, RENDEZVOUS) for rank in others]
+            yield [world.Isend(buffer, rank, RENDEZVOUS) for rank in others]
         else:
-            yield [world.Isend(buffer, first, MEETING)]
-            yield [world.Irecv(buffer, first, MEETING)]
+            yield [world.Isend(buffer, first, RENDEZVOUS)]
+            yield [world.Irecv(buffer, first, RENDEZVOUS)]
 
     Operation(f"meeting of ranks {list(ranks)} over MPI", steps(), timeout).wait()

@@ -1,4 +1,4 @@
-"""Slurm's short forms: of node names ("node[01-03,07],login"), and of how many tasks each node has
+"""Slurm's short forms of node names ("node[01-03,07],login"), and of how many tasks each node has
 ("2(x3),1").
 
 Invariant: names come in the order in which Slurm counts the nodes."""
@@ -11,7 +11,7 @@ from itertools import product
 from polyreme.errors import LaunchError
 
 LARGEST = 100_000
-"""Nodes that a list may have: more are a mistake, and to write them out would take for ever."""
+"""Most nodes of a list. A longer one is a mistake, and would take very long to write out."""
 
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -19,8 +19,8 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def node_names(text: str) -> list[str]:
-    """The names that a node list stands for. Numbers keep the digits that their first has: node[08-10] is
-    node08, node09, node10. Raises LaunchError for what is no node list."""
+    """Return the names that a node list stands for. Numbers keep the digits that their first has: node[08-10]
+    is node08, node09, node10. Raises LaunchError for any other text."""
     names: list[str] = []
     at = 0
     while found := _NAME.match(text, at):
@@ -34,9 +34,9 @@ def node_names(text: str) -> list[str]:
 
 
 def _expand(name: str, text: str) -> list[str]:
-    """One name, which may have brackets in several places."""
-    parts = re.split(r"\[([^\]]*)\]", name)
-    choices = [_numbers(part, text) if at % 2 else [part] for at, part in enumerate(parts)]
+    """Return the names of one item, which may have brackets in several places."""
+    pieces = re.split(r"\[([^\]]*)\]", name)
+    choices = [_numbers(piece, text) if at % 2 else [piece] for at, piece in enumerate(pieces)]
     count = 1
     for choice in choices:
         count *= len(choice)
@@ -47,8 +47,8 @@ def _expand(name: str, text: str) -> list[str]:
 
 def _numbers(brackets: str, text: str) -> list[str]:
     found = []
-    for part in brackets.split(","):
-        matched = _RANGE.fullmatch(part)
+    for item in brackets.split(","):
+        matched = _RANGE.fullmatch(item)
         if not matched:
             raise _broken(text)
         first, last = matched[1], matched[2] or matched[1]
@@ -59,10 +59,10 @@ def _numbers(brackets: str, text: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks of each node. Raises LaunchError for what is no such list."""
+    """Return the number of tasks of each node. Raises LaunchError for any other text."""
     counts: list[int] = []
-    for part in text.split(","):
-        matched = _TASKS.fullmatch(part)
+    for item in text.split(","):
+        matched = _TASKS.fullmatch(item)
         if not matched or int(matched[2] or 1) > LARGEST:
             raise LaunchError(
                 f"the tasks on each node are given as {text!r}, but must be such as 2(x3),1 "

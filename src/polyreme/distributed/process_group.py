@@ -1,5 +1,5 @@
 """The process group of torch.distributed: how ranks join it, the groups that meshes make of it, and its own
-collectives (NCCL's; or gloo's, which tests run in their place)."""
+collectives (NCCL's; tests run gloo's in their place)."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from polyreme.distributed.environment import (
     detect,
 )
 from polyreme.distributed.failure import speak_for
-from polyreme.distributed.meeting import INTERFACES, by_agent, forget, meet
 from polyreme.distributed.mpi_group import MpiGroup
+from polyreme.distributed.rendezvous import INTERFACES, by_agent, forget, meet
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import Watch, break_off
 from polyreme.distributed.work import Work, reporting
-from polyreme.distributed.world import Part, World, current
+from polyreme.distributed.world import Resource, World, current
 from polyreme.errors import LaunchError, TransportError
 
 
 class ProcessGroup:
-    """The group's own collectives. Their sums are in whatever order the library takes."""
+    """A `Backend` of the group's own collectives. The library chooses the order of their sums."""
 
     kind, deterministic = "process group", False
 
@@ -58,17 +58,17 @@ class ProcessGroup:
             if not self._sums_shards:
                 total = wide.clone()
                 pending = [dist.all_reduce(total, group=self._group, async_op=True)]
-                part = total.chunk(self._size)[self._rank]
-                return Work(pending, lambda: sum_into(out, [part], accumulate), what)
+                shard = total.chunk(self._size)[self._rank]
+                return Work(pending, lambda: sum_into(out, [shard], accumulate), what)
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             if wide is full and not accumulate:
                 return Work([scatter(out, full, group=self._group, async_op=True)], what=what)
-            part = torch.empty_like(out)
-            pending = [scatter(part, wide, group=self._group, async_op=True)]
-            return Work(pending, lambda: sum_into(out, [part], accumulate), what)
+            shard = torch.empty_like(out)
+            pending = [scatter(shard, wide, group=self._group, async_op=True)]
+            return Work(pending, lambda: sum_into(out, [shard], accumulate), what)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor], of: str) -> Work:
-        taken, given = ([part.numel() for part in parts] for parts in (received, sent))
+        taken, given = ([chunk.numel() for chunk in chunks] for chunks in (received, sent))
         with reporting(what := f"all-to-all{of} over {self._axis}"):
             pending = dist.all_to_all_single(
                 _whole(received), _whole(sent), taken, given, group=self._group, async_op=True
@@ -100,28 +100,29 @@ class ProcessGroup:
         return [each.cpu().numpy().tobytes() for each in received]
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # the user's may be on, and the tensor is written to after it
+        with torch.inference_mode(False):  # the user's inference mode ends before the tensor's use
             return torch.empty(size, dtype=dtype, device=device)
 
     def abort(self, why: str) -> None:
-        """Others hear of it only where their own part of an operation is to come from this rank, and not over
-        MPI: each rank has to break off its own."""
+        """Break off this group's operations. Others are told only where an operation waits for this rank, and
+        not over MPI: each rank has to abort its own."""
         break_off(self._group)
 
     def close(self) -> None:
-        """Nothing: the group has all."""
+        """Do nothing, as the group holds all connections."""
 
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         return 2 * (self._size - 1) * nbytes // self._size
 
 
-def _whole(parts: Sequence[Tensor]) -> Tensor:
-    """The tensor of which these are consecutive parts."""
-    return parts[0].as_strided([sum(part.numel() for part in parts)], [1])
+def _whole(chunks: Sequence[Tensor]) -> Tensor:
+    """Return the tensor of which these are consecutive chunks."""
+    return chunks[0].as_strided([sum(chunk.numel() for chunk in chunks)], [1])
 
 
 TIMEOUT, WITHIN = timedelta(minutes=10), timedelta(minutes=2)
-"""How long an operation waits for other ranks (mesh.timeout), and the meeting (launch.meet_timeout)."""
+"""How long an operation waits for other ranks (mesh.timeout), and how long ranks wait to meet
+(launch.meet_timeout)."""
 
 
 def join(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str = "auto") -> torch.device:
@@ -129,7 +130,7 @@ def join(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str 
     `mesh.backend`. Returns this rank's device. Raises TransportError where the ranks do not meet `within`
     that time.
 
-    Ranks of a launcher that leaves all cores to each compute with their share of them, unless
+    Where a launcher lets each rank use all cores, each takes its share of them as threads, unless
     OMP_NUM_THREADS is set."""
     if not dist.is_initialized() and (environment := detect()).world_size > 1:
         os.environ.setdefault(LOCAL_RANK, str(environment.local_rank))
@@ -142,9 +143,12 @@ def join(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str 
 
 def _open(environment: Environment, timeout: timedelta, within: timedelta, backend: str) -> None:
     speak_for(environment.rank, environment.world_size)
-    opened = _backends(_device_for(backend), backend, environment)
+    device = _device_for(backend).type
+    opened = "cuda:nccl,cpu:gloo" if device == "cuda" else "gloo"
+    if backend == "mpi" or (backend == "auto" and device == "cpu" and mpi.usable(environment)):
+        opened = "cpu:mpi"  # this form, unlike "mpi", gets torch's store, too
     open_group(opened, environment, timeout, within)
-    by_mpi = opened == "cpu:mpi" and environment.name in BY_MPI  # whose waits hear of signals
+    by_mpi = opened == "cpu:mpi" and environment.name in BY_MPI  # only its waits let signal handlers run
     speak_for(environment.rank, environment.world_size, by_mpi)
 
 
@@ -156,24 +160,25 @@ def reopen(
     within: timedelta = WITHIN,
     backend: str = "auto",
 ) -> bool:
-    """Close the world `before`, and the process group, and open one of other ranks. `ranks` says who is rank
-    0, 1, ... of it: each its number in the world before, or None, a new process, which joins as the variables
-    of its environment say. Returns whether this process is among them. All of them must call, with the same.
+    """Close the world `before` and the process group, and open those of other ranks. `ranks` lists who
+    becomes rank 0, 1, ...: each by its number in the world before, or None for a new process, which joins as
+    the variables of its environment say. Returns whether this process is among them. All must call with the
+    same arguments.
 
-    They meet at `address`, a free port of the host of the first of them, where new ones find them. Without
-    it they meet at the store of the world before, which ends with that one's rank 0, unless it is torchrun's.
-    A process keeps its GPU, if it has one. MPI has only the ranks that its mpirun started: others exchange
-    over gloo.
+    The ranks meet at `address`, a free port of the host of the first of them, where new ones find them.
+    Without it they meet at the store of the world before, which ends with that world's rank 0, unless it is
+    torchrun's. A process keeps its GPU, if it has one. MPI has only the ranks that its mpirun started: others
+    exchange over gloo.
 
     Raises LaunchError where they need another address, and TransportError where they do not meet `within`
-    that time, which names those that did not come."""
+    that time, naming those that did not come."""
     global _kept_gpu
     if len(ranks) > 1 and not (address is None and by_agent()):
         _refuse_meeting(before, ranks, address)
     if torch.cuda.is_initialized():
         _kept_gpu = torch.cuda.current_device()
     if before is current() and dist.is_initialized():
-        groups()  # by which a world without a mesh has its rank, too
+        groups()  # sets the rank of a world without a mesh
     before.close()
     close()
     if before.rank not in ranks:
@@ -182,7 +187,7 @@ def reopen(
         forget(address)
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     size, rank, at = len(ranks), ranks.index(before.rank), address or before.address
-    here = (rank, size) if at and at[0] == LOOPBACK else (0, 1)  # until they have told each other
+    here = (rank, size) if at and at[0] == LOOPBACK else (0, 1)  # until ranks have exchanged host names
     environment = Environment(AGAIN, rank, size, *here, at)
     if size > 1:
         _open(environment, timeout, within, backend)
@@ -192,7 +197,7 @@ def reopen(
 
 
 def _refuse_meeting(before: World, ranks: Sequence[int | None], address: tuple[str, int] | None) -> None:
-    """Raise LaunchError where ranks cannot meet there."""
+    """Raise LaunchError where the ranks of a reopened world cannot meet at `address`."""
     known = before.address is not None and ranks[0] == 0
     if (known and address == before.address) or (address is None and (not known or None in ranks)):
         raise LaunchError(
@@ -223,11 +228,11 @@ def _share_cores(environment: Environment) -> None:
 def open_group(
     backend: str | None, environment: Environment, timeout: timedelta, within: timedelta = WITHIN
 ) -> None:
-    """Open the process group of all ranks, once they have met; it ends with the world. Raises as `join`, and
-    LaunchError as `meet`."""
+    """Wait until all ranks have met, and open their process group, which ends with the world. Raises as
+    `join`, and LaunchError as `meet`."""
     environment, store = meet(environment, within)
     try:
-        dist.init_process_group(  # gloo takes up to five times this, if it cannot connect
+        dist.init_process_group(  # gloo waits up to five times this to connect
             backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=within / 5
         )
         if isinstance(group := dist.group.WORLD, MpiGroup):
@@ -246,21 +251,14 @@ def open_group(
     current().address = environment.address
 
 
-def _backends(device: torch.device, asked: str, environment: Environment) -> str:
-    """The backend of a new process group, as torch names it. MPI gets the store of torch's ranks, too."""
-    if asked == "mpi" or (asked == "auto" and device.type == "cpu" and mpi.usable(environment)):
-        return "cpu:mpi"
-    return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
-
-
 def of_cpus(group: dist.ProcessGroup | None = None) -> str:
-    """Which backend moves a group's tensors of the CPU, where it is one that sends them rank by rank: "gloo"
-    or "mpi"; else ""."""
+    """Return the backend, "gloo" or "mpi", that sends a group's CPU tensors from rank to rank; "" for any
+    other."""
     return {"gloo": "gloo", "mpi": "mpi", "cpu:mpi": "mpi"}.get(dist.get_backend(group), "")
 
 
 def other_backend(asked: str) -> str | None:
-    """The backend of new groups where it is another than that of the process group; None for its own. Raises
+    """Return the backend of new groups where it differs from the process group's; None for its own. Raises
     TransportError where it cannot be had."""
     if asked == "auto" or asked == of_cpus() or asked in dist.get_backend_config():
         return None
@@ -273,15 +271,15 @@ def other_backend(asked: str) -> str | None:
 
 
 def has_store() -> bool:
-    """Whether ranks met by a store; those of init_process_group("mpi") did not."""
+    """Return whether ranks met by a store; those of init_process_group("mpi") did not."""
     return dist.get_backend() != "mpi"
 
 
 def world() -> tuple[int, int]:
-    """(world size, rank) of the process group, or (1, 0) without one; before it is opened, as the environment
-    says.
+    """Return (world size, rank) of the process group, or (1, 0) without one; before it is opened, as the
+    environment says.
 
-    Raises LaunchError where that does not tell."""
+    Raises LaunchError where the environment does not tell."""
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     environment = detect()
@@ -296,13 +294,13 @@ def close() -> None:
 
 
 def _device() -> torch.device:
-    """This rank's GPU, where there are any and the process group, if there is one already, can use them; else
-    the CPU."""
+    """Return this rank's GPU, where there is one and the process group, if it exists, can use it; else the
+    CPU."""
     if not torch.cuda.is_available() or (
         dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config()
     ):
         return torch.device("cpu")
-    chosen = torch.cuda.current_device() if dist.is_initialized() else 0  # whoever opened the group did it
+    chosen = torch.cuda.current_device() if dist.is_initialized() else 0  # set by whoever opened the group
     local, count = int(os.environ.get(LOCAL_RANK, chosen)), torch.cuda.device_count()
     if _kept_gpu is not None:
         local = _kept_gpu
@@ -318,12 +316,12 @@ def _device() -> torch.device:
 
 
 _kept_gpu: int | None = None
-"""That of a process whose world was reopened, whichever rank it has become."""
+"""The GPU of a process whose world was reopened, whichever rank it has become."""
 
 
-class Groups(Part):
-    """The groups that meshes of a world made, by their ranks: a second engine talks over the first one's
-    connections and threads. `opened` says that the process group they are of is Polyreme's own."""
+class Groups(Resource):
+    """The process groups that the meshes of a world made, by their ranks: a second engine uses the first
+    one's connections and threads again. `opened` says that Polyreme opened the default process group."""
 
     def __init__(self) -> None:
         self._watch = current().of(Watch)
@@ -333,8 +331,8 @@ class Groups(Part):
         atexit.register(self._leave)
 
     def of(self, ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-        """A process group of `ranks`, apart from the default one, which is the user's; with `backend`, also
-        from those without."""
+        """Return a process group of `ranks`, with its own connections beside the default group, which is the
+        user's. Groups with different `backend` are different groups, too."""
         if (of_cpus() or backend in ("gloo", "mpi")) and has_store():
             self._watch.begin(timeout)
         if (ranks, backend) not in self._made:
@@ -342,7 +340,7 @@ class Groups(Part):
         return self._made[ranks, backend]
 
     def close(self) -> None:
-        """End the groups, but for a process group of the user's."""
+        """Close the groups; a process group of the user's stays open."""
         if not self.opened:
             known = dist.distributed_c10d._world.pg_map  # the user may have destroyed them
             for each in reversed([each for each in self._made.values() if each in known]):
@@ -351,7 +349,8 @@ class Groups(Part):
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """What the end of this process comes to, too: it leaves the user's process group as it is."""
+        """Stop the watch, and close the process group if Polyreme opened it. Also called when this process
+        ends."""
         self._watch.close()
         if self.opened and self.world is dist.group.WORLD:
             dist.destroy_process_group()
@@ -359,7 +358,8 @@ class Groups(Part):
 
 
 def groups() -> Groups:
-    """Those of the current world; of another one, where the process group is another than that world's."""
+    """Return the groups of the current world, after closing it if its process group is no longer the default
+    one."""
     if current().of(Groups).world is not dist.group.WORLD:
         current().close()
     return current().of(Groups)

@@ -20,47 +20,47 @@ from polyreme.layout.intervals import ceil_div
 BLOCK = 256
 """Numbers that share a scale."""
 LEVELS = 127
-"""Steps from zero to the largest of a block."""
+"""Steps from zero to the largest number of a block."""
 SCALE = torch.float32
 LEAST = torch.finfo(SCALE).tiny
-"""Of scales: smaller ones have too few bits, and numbers would be more than LEVELS of them."""
+"""The smallest scale. Smaller ones have too few bits, and numbers would exceed LEVELS steps."""
 
 
 def packed_size(numbers: int) -> int:
-    """Bytes that so many numbers, a multiple of 4, are sent in."""
+    """Return the bytes in which `numbers` many numbers, a multiple of 4, are sent."""
     return numbers + ceil_div(numbers, BLOCK) * SCALE.itemsize
 
 
 def pack(numbers: Tensor, into: Tensor) -> Tensor:
-    """Write flat floating-point `numbers` (a multiple of 4) to `into` (uint8, `packed_size`): the numbers,
-    then the scales. Returns it."""
+    """Write flat floating-point `numbers` (a multiple of 4) to `into` (uint8, `packed_size` bytes): first
+    int8 numbers, then the scales. Returns `into`."""
     size = numbers.numel()
     levels, scales = into[:size].view(torch.int8), into[size:].view(SCALE)
     for start in range(0, size, CHUNK):
-        part = numbers[start : start + CHUNK].to(SCALE)
-        rows = F.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
+        chunk = numbers[start : start + CHUNK].to(SCALE)
+        rows = F.pad(chunk, (0, -chunk.numel() % BLOCK)).view(-1, BLOCK)
         scale = (rows.abs().amax(1) / LEVELS).clamp_min_(LEAST)
         steps = (rows / scale[:, None]).round_().to(torch.int8)
-        levels[start : start + CHUNK] = steps.view(-1)[: part.numel()]
+        levels[start : start + CHUNK] = steps.view(-1)[: chunk.numel()]
         scales[start // BLOCK :][: len(scale)] = scale
     return into
 
 
 def unpack(packed: Tensor, out: Tensor, add: bool = False) -> None:
-    """Write what `pack` wrote to `out` (flat, of any floating-point dtype), or add it."""
+    """Write numbers that `pack` packed to `out` (flat, of any floating-point dtype), or add them to it."""
     size = out.numel()
     levels, scales = packed[:size].view(torch.int8), packed[size:].view(SCALE)
     for start in range(0, size, CHUNK):
-        part = levels[start : start + CHUNK]
-        rows = F.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
-        numbers = (rows * scales[start // BLOCK :][: len(rows), None]).view(-1)[: part.numel()]
+        chunk = levels[start : start + CHUNK]
+        rows = F.pad(chunk, (0, -chunk.numel() % BLOCK)).view(-1, BLOCK)
+        numbers = (rows * scales[start // BLOCK :][: len(rows), None]).view(-1)[: chunk.numel()]
         place = out[start : start + CHUNK]
         place.add_(numbers.to(place.dtype)) if add else place.copy_(numbers)
 
 
 def all_gather(axis: Axis, full: Tensor, shard: Tensor, of: str = "") -> Work:
-    """Fill `full` with every rank's `shard`, which is sent in a byte a number. `shard` may be written to once
-    this returns."""
+    """Fill `full` with every rank's `shard`, sent in a byte a number. `shard` may be overwritten once this
+    returns."""
     everyone, gathered = _gather(axis, shard, of)
 
     def finish() -> None:
@@ -72,7 +72,8 @@ def all_gather(axis: Axis, full: Tensor, shard: Tensor, of: str = "") -> Work:
 
 
 def all_reduce(axis: Axis, tensor: Tensor) -> Work:
-    """Sum `tensor` (flat) over the ranks in place, in rank order; each one's is sent in a byte a number."""
+    """Sum `tensor` (flat) over the ranks in place, in rank order. Each rank's numbers are sent in a byte
+    each."""
     everyone, gathered = _gather(axis, tensor, "")
 
     def finish() -> None:

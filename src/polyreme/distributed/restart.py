@@ -1,10 +1,10 @@
-"""Tells ranks that torchrun starts again from those before them: its agent's store outlives both, with all
-that they wrote.
+"""Tell ranks that torchrun starts again from those before them: the store of its agent outlives both, with
+all that they wrote.
 
 Invariant: two ranks that agree on a name are both alive; no rank of an earlier start has used it.
-Communication: each rank writes a token of its own; rank 0 writes a list of these tokens with a new name, and
-again as they change; a rank that finds its own in the list says so under that name; once all have, rank 0
-says that it counts."""
+Communication: each rank writes a random token. Rank 0 writes a list of these tokens with a new name, and
+again when a token changes. A rank that finds its own token in the list confirms under that name; once all
+have, rank 0 marks the name as agreed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from uuid import uuid4
 
 
 def agree(store: Any, rank: int, world_size: int, record: str, deadline: float) -> str:
-    """A name that all ranks of this start know, and none of an earlier one; under it each has written its
-    `record`, at NAME/here/RANK. At `deadline` (of the monotonic clock), if not all are here, the name that
-    those know who are; empty on other ranks if rank 0 is not."""
+    """Return a name that all ranks of this start know and none of an earlier one used; under it each has
+    written its `record`, at NAME/here/RANK.
+
+    If not all ranks are here at `deadline` (of the monotonic clock), returns the name that the present ones
+    know; without rank 0, an empty name."""
     if rank == 0:
         return _call(store, world_size, record, deadline)
     return _answer(store, rank, world_size, record, deadline)
 
 
 def _call(store: Any, world_size: int, record: str, deadline: float) -> str:
-    """Rank 0's part."""
+    """Propose names until all other ranks have confirmed one: rank 0's side of `agree`."""
     tokens: dict[str, str] = {}
     name, seen, pause = uuid4().hex, -1, 0.005
     while time.monotonic() < deadline:
@@ -34,7 +36,7 @@ def _call(store: Any, world_size: int, record: str, deadline: float) -> str:
             keys = [str(rank) for rank in range(1, world_size) if store.check([f"token/{rank}"])]
             found = {rank: store.get(f"token/{rank}").decode() for rank in keys}
             if any(found[rank] != token for rank, token in tokens.items()):
-                name = uuid4().hex  # one came in the place of an earlier one, who may have said yes
+                name = uuid4().hex  # a restarted rank replaces an earlier one, which may have agreed
             tokens = found
             store.set(f"{name}/here/0", record)
             store.set("called", json.dumps([name, tokens]))

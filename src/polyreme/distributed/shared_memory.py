@@ -1,13 +1,13 @@
-"""Memory that the ranks of one host read where it lies: between them a number is copied once, and not twice
+"""Memory that the ranks of one host read where it lies: between them data is copied once, and not twice
 through a socket.
 
 Invariants: a process writes only to its own memory and reads that of others; it reads a buffer only between
-its owner's notice and its own acknowledgement, both on a `Board`; what others may still read is held until
-they have read it, even where nobody waits for the operation. The memory has no name in any file system,
-so that nothing is left of it when the processes end, however they end.
+its owner's notice and its own acknowledgement, both on a `Board`; buffers that others may still read are kept
+until they have, even where nobody waits for the operation. The memory has no name in any file system, so that
+nothing is left of it when the processes end, however they end.
 
-A notice is one aligned word written after the numbers it is about, which other cores see in that order on
-x86; elsewhere nothing is shared."""
+A notice is one aligned word written after the data it is about. Other cores see both in that order on x86; on
+other processors nothing is shared."""
 
 from __future__ import annotations
 
@@ -31,54 +31,53 @@ import torch
 from torch import Tensor
 
 from polyreme.distributed.watch import NO_ENGINE, MessageError, Watch
-from polyreme.distributed.world import CLOSED, Part, current
+from polyreme.distributed.world import CLOSED, Resource, current
 from polyreme.errors import TransportError
 from polyreme.layout.intervals import round_down, round_up
 
 TOKEN = 16
-"""Bytes at the beginning of a heap that tell it from any other, on this host or elsewhere."""
+"""Bytes at the beginning of a heap that identify it among all heaps of all hosts."""
 SEGMENT = 1 << 28
-"""Bytes mapped at a time. What is mapped and not used takes no memory; each mapping takes a file
+"""Bytes mapped at a time. Mapped memory that is not used takes no room; each mapping takes a file
 descriptor."""
 
 RING = 256
 """Exchanges that can be under way at a time on one axis."""
 OFFSET_BITS = 44
-"""Bits of a word that say where the buffer lies (plus 1, so that no word is 0). Those above say the number
+"""Bits of a word that hold the buffer's offset (plus 1, so that no word is 0). The bits above hold the number
 of the exchange, modulo NUMBERS."""
 NUMBERS = 1 << 19
 PATIENCE = 200e-6
-"""Seconds of waiting before the processor is left to others."""
+"""Seconds of waiting after which the wait sleeps."""
 ENOUGH = 64
-"""Inputs held for others, from which on all of them are looked at."""
+"""Kept inputs beyond which all of them are checked, not only the oldest."""
 LIMITS = {
     errno.EFBIG: ("f", resource.RLIMIT_FSIZE),
     errno.ENOMEM: ("v", resource.RLIMIT_AS),
     errno.EMFILE: ("n", resource.RLIMIT_NOFILE),
 }
-"""A process' limits: the option of `ulimit` and the number of the limit, by the error of what goes beyond
-it."""
+"""The option of `ulimit` and the number of the process limit that an error means."""
 
 
 class Unsettled:
-    """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who
-    began them."""
+    """Keeps the inputs of operations that others of this host may still have to read, even if nobody holds
+    the operations any more."""
 
     def __init__(self) -> None:
         self._alive: deque[tuple[Callable[[], bool], Sequence[object]]] = deque()
         self._enough = ENOUGH
 
     def keep_alive(self, was_read: Callable[[], bool], what: Sequence[object]) -> None:
-        """Keep inputs alive, and where it is told that they are ready."""
+        """Keep `what` until `was_read()`: inputs, and the board that says that they are ready."""
         while self._alive and self._alive[0][0]():
             self._alive.popleft()
         self._alive.append((was_read, what))
-        if len(self._alive) > self._enough:  # a peer may never read the first of them, having failed
+        if len(self._alive) > self._enough:  # a peer that failed never reads the oldest
             self.sweep()
             self._enough = 2 * len(self._alive) + ENOUGH
 
     def sweep(self) -> None:
-        """Let go of all that was read."""
+        """Drop all inputs that were read."""
         self._alive = deque(each for each in self._alive if not each[0]())
 
 
@@ -86,7 +85,7 @@ class Heap:
     """This process' memory for tensors that others read: a nameless file (memfd) that grows by segments as
     tensors are made.
 
-    What is freed goes back to the system, and its range of the file is used again by the next tensor of its
+    Freed memory goes back to the system, and its range of the file is reused by the next tensor of its
     size."""
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ class Heap:
         with _limits("the file of this process"):
             self._file = os.memfd_create("polyreme")
             os.write(self._file, self._token)
-        self._segment: mmap.mmap | None = None  # the last one, of which ranges are given out
+        self._segment: mmap.mmap | None = None  # the last one, from which ranges are cut
         # where in the file it begins; bytes given out; end of the file
         self._base, self._used, self._end = (0, 0, SEGMENT)
         self._free: dict[int, list[tuple[mmap.mmap, int, int]]] = defaultdict(list)  # keys: sizes
@@ -104,23 +103,23 @@ class Heap:
 
     @property
     def address(self) -> tuple[int, int, str]:
-        """What another process needs to open this heap."""
+        """The process, file descriptor and token by which another process opens this heap."""
         return self.pid, self._file, self._token.hex()
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor, of zeros."""
+        """Return a flat tensor of zeros."""
         if not size:
             return torch.empty(0, dtype=dtype)
         memory, offset = self.reserve(size * dtype.itemsize)
-        with torch.inference_mode(False):  # the user's may be on, and the tensor is written to after it
+        with torch.inference_mode(False):  # the user's inference mode ends before the tensor's use
             tensor = torch.frombuffer(memory, dtype=dtype, count=size)
         self._offsets[tensor.data_ptr()] = offset
         weakref.finalize(memory, self._offsets.pop, tensor.data_ptr(), None).atexit = False
         return tensor
 
     def reserve(self, nbytes: int, again: bool = True) -> tuple[memoryview, int]:
-        """A range of zeros, given back when nobody holds it any more, and where it begins in the file. again:
-        others may have the range then; without, it stays zeros for ever."""
+        """Return a range of zeros, and where it begins in the file. The range is freed when nobody holds it
+        any more, and may be reused; without `again` it stays zeros for ever."""
         nbytes = round_up(nbytes, mmap.PAGESIZE)
         segment, base, start = self._free[nbytes].pop() if again and self._free[nbytes] else self._cut(nbytes)
         memory = memoryview(segment)[start : start + nbytes]
@@ -128,14 +127,14 @@ class Heap:
         return memory, base + start
 
     def offset(self, tensor: Tensor) -> int:
-        """Where in the heap `tensor` begins; -1 if it is not there."""
+        """Return where in the heap `tensor` begins; -1 if it is not in the heap."""
         start = tensor.untyped_storage().data_ptr()
         found = self._offsets.get(start, -1)
         return found if found < 0 else found + tensor.data_ptr() - start
 
     def _cut(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
-        """A range that was never used: its segment, where that begins in the file, and where the range begins
-        in it."""
+        """Return a range that was never used: its segment, where that begins in the file, and where the range
+        begins in the segment."""
         _refuse_closed(self._file)
         if self._segment is None or self._used + nbytes > len(self._segment):
             length = round_up(nbytes, SEGMENT)
@@ -148,7 +147,7 @@ class Heap:
 
     def _give_back(self, nbytes: int, where: tuple[mmap.mmap, int, int], again: bool) -> None:
         segment, _, start = where
-        # others may still read what nobody here keeps for them; in a forked child all is its parent's
+        # after close others may still read it; and a forked child must not free its parent's memory
         if self._file < 0 or self.pid != os.getpid():
             return
         segment.madvise(mmap.MADV_REMOVE, start, nbytes)
@@ -156,15 +155,15 @@ class Heap:
             self._free[nbytes].append(where)
 
     def close(self) -> None:
-        """Give nothing out any more. What was given out, and what others have open, stays as it is while they
-        hold it."""
+        """Reserve nothing any more. Ranges in use, and those that other processes have open, stay as they
+        are."""
         os.close(self._file)
         self._file, self._segment = -1, None
         self._free.clear()
         self.unsettled = Unsettled()
 
 
-class Peer:
+class PeerHeap:
     """The heap of another process of this host, to be read."""
 
     def __init__(self, pid: int, file: int, opened: int) -> None:
@@ -173,10 +172,10 @@ class Peer:
         self._segments: dict[tuple[int, int], mmap.mmap] = {}  # keys: begin and end in the file
 
     @classmethod
-    def open(cls, pid: int, file: int, token: str) -> Peer | None:
-        """The heap at `Heap.address`; None where there is no way to it, as from another host or another
+    def open(cls, pid: int, file: int, token: str) -> PeerHeap | None:
+        """Open the heap at a `Heap.address`; None where it cannot be reached, as from another host or another
         user."""
-        try:  # on another host that may be anything, even a pipe that would block
+        try:  # on another host the path may be anything, even a pipe that would block
             opened = os.open(
                 f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
             )
@@ -191,11 +190,11 @@ class Peer:
         return cls(pid, file, opened) if same else None
 
     def alive(self) -> bool:
-        """Whether the process still runs (one that ended and is not reaped yet has no files)."""
+        """Return whether the process still runs (one that ended and was not reaped yet has no files)."""
         return os.path.lexists(self._link)
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """The `nbytes` at `offset`, where they lie: what their owner writes there shows."""
+        """Return the `nbytes` at `offset` in place, so that what their owner writes there shows."""
         begin, end = round_down(offset, SEGMENT), round_up(offset + nbytes, SEGMENT)
         _refuse_closed(self._file)
         if (begin, end) not in self._segments:
@@ -206,22 +205,22 @@ class Peer:
         return memoryview(self._segments[begin, end])[offset - begin : offset - begin + nbytes]
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Close the heap; memory that was read stays mapped while it is in use."""
         os.close(self._file)
         self._file = -1
         self._segments.clear()
 
 
 class Board:
-    """Notices of one rank of an axis to the others on its host, for exchanges that are numbered alike on all
-    of them, or for messages, which are numbered by each two.
+    """Notices of one rank of an axis to the others on its host: about exchanges, which have the same numbers
+    on all of them, or about messages, which are numbered for each pair of ranks.
 
-    Words `[0, to, exchange % RING]` say that a buffer for rank `to` is ready, and where; words `[1, of,
-    exchange % RING]` that rank `of`'s buffer has been read; words `[2, to, exchange % RING]` are signs of
-    what the exchanges are about: ranks with different ones do not meet; words `[3, to, exchange % RING]` are
-    the buffers' bytes. A last word is 1 until nobody has the board any more, which then reads nothing more;
-    others wait for it in vain. `memory` holds what the board says beyond its end; nothing else ever takes its
-    place. `offset` is where it lies in this process' heap."""
+    Words `[0, to, exchange % RING]` say that a buffer for rank `to` is ready, and where; words
+    `[1, of, exchange % RING]` that rank `of`'s buffer has been read; words `[2, to, exchange % RING]` are the
+    signs of the exchanges: ranks with different signs do not exchange; words `[3, to, exchange % RING]` are
+    the buffers' bytes. A last word is 1 until the board is closed, and tells others not to wait for it any
+    more. `memory` holds the words and outlives the board; its place in the heap, `offset`, is never
+    reused."""
 
     def __init__(self, heap: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
         self.heap, self._axis, self._rank, self._timeout = heap, axis, rank, timeout
@@ -233,29 +232,30 @@ class Board:
         words[-1] = 1
         self._broken = ""  # why this rank waits for nothing any more
         self.close = weakref.finalize(self, _take_down, words, heap.pid)
-        """Have others wait in vain for what this rank has not written yet."""
+        """Mark the board as closed, so that others stop waiting for it."""
         self.close.atexit = False
         self._mine = words[:-1].reshape(self._shape)
-        self._others: dict[int, tuple[Peer, np.ndarray, np.ndarray]] = {}
+        self._others: dict[int, tuple[PeerHeap, np.ndarray, np.ndarray]] = {}
         """The heap, the words and the last word of each rank."""
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks that this board's rank met."""
+        """The ranks whose notices this board reads."""
         return self._others.keys()
 
-    def meet(self, rank: int, other: Peer, offset: int) -> None:
+    def connect(self, rank: int, other: PeerHeap, offset: int) -> None:
         """Read the notices of `rank`, whose board lies at `offset` of its heap."""
         words = np.ndarray(self._size + 1, np.int64, other.read(offset, 8 * (self._size + 1)))
         self._others[rank] = other, words[:-1].reshape(self._shape), words[-1:]
 
     def abort(self, why: str) -> None:
-        """Have nobody wait here any more, in whichever thread, nor others for this rank."""
+        """Make all waits on this board fail with `why`, in whichever thread, and those of others for this
+        rank."""
         self._broken = why
         self.close()
 
     def post(self, to: int, exchange: int, buffer: Tensor, sign: int = 0) -> None:
-        """Say that `buffer`, which is in the heap or empty, is ready for rank `to`."""
+        """Announce that `buffer`, which is in the heap or empty, is ready for rank `to`."""
         if exchange >= RING:
             self.await_read(to, exchange - RING)
         self._mine[2, to, exchange % RING] = sign
@@ -265,8 +265,8 @@ class Board:
         )
 
     def await_post(self, source: int, exchange: int, size: int, dtype: torch.dtype, sign: int = 0) -> Tensor:
-        """The buffer of rank `source`, where it lies, once it is ready. Raises TransportError where it has
-        another size."""
+        """Wait until the buffer of rank `source` is ready, and return it in place. Raises TransportError
+        where it has another size."""
         offset = (self._await(source, 0, exchange, sign) & ((1 << OFFSET_BITS) - 1)) - 1
         nbytes = int(self._others[source][1][3, self._rank, exchange % RING])
         if nbytes != size * dtype.itemsize:
@@ -280,9 +280,10 @@ class Board:
             return torch.frombuffer(self._others[source][0].read(offset, size * dtype.itemsize), dtype=dtype)
 
     def is_posted(self, source: int, exchange: int, sign: int) -> bool:
-        """Whether the buffer of rank `source` is ready. Raises TransportError where it never will be."""
+        """Return whether the buffer of rank `source` is ready. Raises TransportError where it never will
+        be."""
         other, words, there = self._others[source]
-        here, alive = there[0], other.alive()  # looked at before the word, which may be its last act
+        here, alive = there[0], other.alive()  # checked before the word, which may be the last that it wrote
         if _is_about(int(words[0, self._rank, exchange % RING]), exchange):
             return bool(words[2, self._rank, exchange % RING] == sign)
         self._refuse_broken()
@@ -291,16 +292,16 @@ class Board:
         return False
 
     def acknowledge(self, source: int, exchange: int) -> None:
-        """Say that the buffer of rank `source` has been read."""
+        """Announce that the buffer of rank `source` has been read."""
         self._mine[1, source, exchange % RING] = _word(exchange, 0)
 
     def await_read(self, to: int, exchange: int) -> None:
-        """Return when rank `to` has read its buffer."""
+        """Wait until rank `to` has read its buffer."""
         self._await(to, 1, exchange)
 
     def reading(self, exchange: int, ranks: Collection[int] | None = None) -> Callable[[], bool]:
-        """Tells whether all these ranks, by default all that were met, have read their buffers, or never
-        will."""
+        """Return a function that tells whether all these ranks, by default all on the board, have read their
+        buffers or never will."""
         waiting_for = [
             (words[1, self._rank, exchange % RING :][:1], there)
             for _, words, there in (self._others[rank] for rank in ranks or self._others)
@@ -308,13 +309,14 @@ class Board:
         return lambda: all(_is_about(int(word[0]), exchange) or not there[0] for word, there in waiting_for)
 
     def _await(self, rank: int, kind: int, exchange: int, sign: int | None = None) -> int:
-        """The word of `rank`'s board once it is about this exchange, or a later one, and has this `sign`."""
+        """Wait until the word of `rank`'s board is about this exchange, or a later one, with this `sign`, and
+        return it."""
         other, words, there = self._others[rank]
         began = checked = time.monotonic()
         while True:
             alive, here = True, there[0]
             if (now := time.monotonic()) - checked > 0.05:
-                # looked at before the word, which its last act may have been to write
+                # checked before the word, which may be the last that it wrote
                 alive, checked = (other.alive(), now)
             word = int(words[kind, self._rank, exchange % RING])
             if _is_about(word, exchange) and (sign is None or words[2, self._rank, exchange % RING] == sign):
@@ -341,12 +343,12 @@ class Board:
         self._watch.check()
 
 
-class Heaps(Part):
+class Heaps(Resource):
     """The heap of this process, and those of others that it reads, by their tokens."""
 
     def __init__(self) -> None:
         self.own: Heap | None = None
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, PeerHeap] = {}
 
     def close(self) -> None:
         for each in (self.own, *self.peers.values()):
@@ -360,8 +362,8 @@ def _take_down(words: np.ndarray, pid: int) -> None:
 
 
 def heap() -> Heap | None:
-    """This process' heap in the current world; None where the system has no such memory, or lets a core see
-    another's writes in another order."""
+    """Return this process' heap in the current world; None where the system has no such memory, or its
+    processor may reorder writes."""
     heaps = current().of(Heaps)
     possible = (
         hasattr(os, "memfd_create")
@@ -374,11 +376,11 @@ def heap() -> Heap | None:
     return heaps.own
 
 
-def peer(pid: int, file: int, token: str) -> Peer | None:
-    """`Peer.open`, once for each heap."""
+def open_peer(pid: int, file: int, token: str) -> PeerHeap | None:
+    """Open another process' heap by `PeerHeap.open`, once for each heap."""
     peers = current().of(Heaps).peers
     if token not in peers:
-        opened = Peer.open(pid, file, token)
+        opened = PeerHeap.open(pid, file, token)
         if opened is None:
             return None
         peers[token] = opened
@@ -395,13 +397,13 @@ def _word(exchange: int, offset: int) -> int:
 
 
 def _is_about(word: int, exchange: int) -> bool:
-    """Whether a word has been written for this exchange, or for a later one."""
+    """Return whether a word of a board was written for this exchange, or for a later one."""
     return word != 0 and ((word >> OFFSET_BITS) - exchange) % NUMBERS < NUMBERS // 2
 
 
 @contextlib.contextmanager
 def _limits(what: str) -> Iterator[None]:
-    """Name the limit of this process that keeps it from memory to share."""
+    """Turn an OSError for shared memory into TransportError, which names the process limit that caused it."""
     try:
         yield
     except OSError as error:

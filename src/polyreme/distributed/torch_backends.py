@@ -1,7 +1,7 @@
-"""Gives torch.distributed the backend "mpi" of `mpi_group`, where torch was built without MPI: so that
+"""Add the backend "mpi" of `mpi_group` to torch.distributed, where torch was built without MPI, so that
 `torch.distributed.init_process_group("mpi")` works after `import polyreme`.
 
-torch is not imported here, nor is mpi4py: both when they are used. No communication."""
+Imports neither torch nor mpi4py before they are used. No communication."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ TARGET = "torch.distributed.distributed_c10d"
 
 
 class ProcessGroupMPI:
-    """What torch asks for a group of MPI."""
+    """The class that torch asks for an MPI group."""
 
     timeout, size, rank = timedelta(minutes=30), -1, -1
-    """Those of the group which is being made; -1 for what MPI is to say."""
+    """Arguments of the group which is being made; -1 where MPI decides."""
 
     @classmethod
     def create(cls, ranks: Sequence[int]) -> Any:
-        """A group of these ranks, of all where there are none."""
+        """Return a group of these ranks, or of all for an empty list."""
         from polyreme.distributed import mpi_group
 
         return mpi_group.create(ranks, cls.timeout, cls.size, cls.rank)
 
 
 def add_mpi() -> None:
-    """Give torch.distributed the backend, now or when it is imported. Again is harmless."""
+    """Add the backend to torch.distributed, now or when that is imported. May be called again."""
     after_import(TARGET, _add)
 
 
 def after_import(name: str, call: Callable[[Any], None]) -> None:
-    """Call `call` with the module `name`, now or when it has been imported, once however often it is asked
-    for."""
+    """Call `call` with the module `name`, now or when it has been imported; once, however often this is
+    asked."""
     if name in sys.modules:
         call(sys.modules[name])
     elif not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
@@ -60,15 +60,15 @@ def _add(c10d: Any) -> None:
         try:
             return make(size, rank, *args, **kwargs)
         finally:
-            # `is_mpi_available` still says what torch was built with: who is told no backend (Accelerate)
-            # takes MPI where it can, though something else started the ranks
+            # `is_mpi_available` must still say what torch was built with: Accelerate, if given no backend,
+            # takes MPI where it is available, whoever started the ranks
             c10d._MPI_AVAILABLE = False
 
     c10d._new_process_group_helper, c10d.ProcessGroupMPI = noting, ProcessGroupMPI
 
 
 class _Finder(MetaPathFinder):
-    """Adds a call to the end of the import of one module."""
+    """An import hook that adds a call to the end of the import of one module."""
 
     def __init__(self, name: str, call: Callable[[Any], None]) -> None:
         self.name, self._call = name, call

@@ -1,6 +1,6 @@
-"""Versions of what can change numbers, as this process would use them; ranks have the same ones.
+"""Compare the versions of software that can change numbers, as this process would import it, between ranks.
 
-It imports no torch, which a launcher would wait for. Communication: none."""
+Imports no torch, as a launcher would wait for that. Communication: none."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NONE = "none"
 
 @cache
 def versions() -> dict[str, str]:
-    """By name: Python's without the third number, Polyreme's with a digest of its files, and of the libraries
-    that compute."""
+    """Return versions by name: Python's without the third number, Polyreme's with a digest of its files, and
+    those of the libraries that compute."""
     python = platform.python_version().rpartition(".")[0]
     return {
         "python": python,
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def refuse_unlike(found: Iterable[tuple[str, Mapping[str, str]]]) -> None:
-    """Raise LaunchError where versions differ among these hosts and what each has."""
+    """Raise LaunchError where versions differ among these (host, versions) pairs."""
     by_name: dict[str, dict[str, dict[str, None]]] = {}
     for host, its in found:
         for name, version in its.items():
@@ -51,7 +51,7 @@ def refuse_unlike(found: Iterable[tuple[str, Mapping[str, str]]]) -> None:
 
 
 def _version(name: str) -> str:
-    """That of what is imported, which another folder of the path may have, or else would be."""
+    """Return the version of the module that is imported, or else of the installed one."""
     if isinstance(imported := getattr(sys.modules.get(name), "__version__", None), str):
         return str(imported)
     try:
@@ -61,7 +61,7 @@ def _version(name: str) -> str:
 
 
 def _digest() -> str:
-    """What the files of Polyreme say, in eight letters."""
+    """Return a digest of Polyreme's source files, of eight letters."""
     digest, root = hashlib.blake2b(digest_size=4), Path(__file__).parents[1]
     for folder, folders, files in os.walk(root):
         folders.sort()

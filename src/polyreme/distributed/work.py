@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from polyreme.distributed.watch import Meeting, MessageError, Watch, within
+from polyreme.distributed.watch import MessageError, Watch, WatchedGroup, within
 from polyreme.distributed.world import current
 from polyreme.errors import TransportError
 
@@ -19,19 +19,21 @@ T = TypeVar("T")
 
 
 @contextmanager
-def reporting(what: str, meeting: Meeting | None = None, number: int | None = None) -> Iterator[None]:
-    """Turns a backend's errors into TransportError, and names the operation in its TransportError; and says
-    what is known of the cause, where the ranks of `meeting` took part, in their `number`th operation."""
-    watch = current().of(Watch) if meeting is None else meeting.watch
+def reporting(what: str, group: WatchedGroup | None = None, number: int | None = None) -> Iterator[None]:
+    """Turn a backend's errors into TransportError, and name the operation in each TransportError. Where the
+    ranks of a watched group took part, also say what is known of the cause, from their `number`th
+    operation."""
+    watch = current().of(Watch) if group is None else group.watch
     try:
         yield
     except (RuntimeError, TransportError) as error:
-        why = watch.why(meeting, number, error)
+        why = watch.why(group, number, error)
         raise TransportError(f"{what}{within(watch.call)} failed, because {why}") from error
 
 
 class Message:
-    """One that `begin` begins, to or from the rank `peer` of a group: its errors say so."""
+    """A message that `begin` begins, to or from the rank `peer` of a group. Its errors name `peer`
+    (`MessageError`)."""
 
     def __init__(self, peer: int, begin: Callable[[], dist.Work | None]) -> None:
         self._peer = peer
@@ -49,9 +51,9 @@ class Message:
 
 
 class Work:
-    """An operation under way. `wait` returns when its output is complete, and `settle` when its input may be
-    overwritten, too: ranks of this host may still read it where it lies. A second call does nothing, or
-    raises again what the first one raised: what it left is no complete output."""
+    """An operation under way. `wait` returns when its output is complete; `settle` when its input may be
+    overwritten, too: ranks of this host may still read the input where it lies. A second call does nothing,
+    or raises the first call's error again, as the output is not complete then."""
 
     def __init__(
         self,
@@ -59,13 +61,12 @@ class Work:
         finish: Callable[[], None] | None = None,
         what: str = "",
         settled: Callable[[bool], bool] | None = None,
-        meeting: Meeting | None = None,
+        group: WatchedGroup | None = None,
         number: int | None = None,
     ) -> None:
-        """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given
-        True, it waits till then; without it that is when the output is complete. `meeting` are the ranks that
-        take part, and `number` tells which of their operations it is."""
-        self._meeting, self._number = meeting, number
+        """`finish` is called when `pending` is complete. `settled` tells whether the input is free, and waits
+        until then if called with True; without it the input is free once the output is complete."""
+        self._group, self._number = group, number
         self._failed: BaseException | None = None
         self._pending, self._finish, self._what, self._settled = deque(pending), finish, what, settled
 
@@ -87,7 +88,7 @@ class Work:
                 self._settled(True)
 
     def join(self, settled: bool = False) -> bool:
-        """Return when it is complete, or `settled`, or has failed: whether it has not."""
+        """Wait until the work is complete, or `settled`, or has failed. Returns whether it has not failed."""
         if self._failed is None:
             with suppress(TransportError):
                 self.settle() if settled else self.wait()
@@ -98,17 +99,17 @@ class Work:
         if self._failed is not None:
             raise self._failed
         watched: AbstractContextManager[None] = nullcontext()
-        if self._meeting is not None:
-            watched = self._meeting.watch.waiting(self._meeting, self._what, self._number)
+        if self._group is not None:
+            watched = self._group.watch.waiting(self._group, self._what, self._number)
         try:
-            with reporting(self._what, self._meeting, self._number), watched:
+            with reporting(self._what, self._group, self._number), watched:
                 yield
         except BaseException as error:
             self._failed = error
             raise
 
     def is_settled(self) -> bool:
-        """Whether `settle` would return at once; that of an operation nobody has waited for would not."""
+        """Return whether `settle` would return at once. It would not before the work was waited for."""
         ended = not self._pending and self._finish is None
         return ended and (self._settled is None or self._settled(False))
 
@@ -117,7 +118,7 @@ DONE = Work()
 
 
 def following(works: Sequence[Work], finish: Callable[[], None], what: str) -> Work:
-    """`finish`, which waits for `works` and may add others to them, as work of its own."""
+    """Return `finish`, which waits for `works` and may add others to them, as work of its own."""
 
     def settled(block: bool) -> bool:
         for work in works if block else ():

@@ -1,1 +1,1 @@
-"""Files and folders of this machine: direct I/O, and whose a folder is."""
+"""Files and folders of this machine: direct I/O, and locks on folders."""

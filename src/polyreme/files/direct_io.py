@@ -1,9 +1,9 @@
-"""Files without a name, for numbers that outlive no run, and the page-aligned memory that they are read into
-and written from; and files that are opened where they are, not where a link leads.
+"""Nameless files for data that does not outlive the run, and the page-aligned memory that they are read into
+and written from; and files that are opened only where they are, never through a symbolic link.
 
-Invariants: a file's space is really taken when it is made, so no write fails for want of it; a transfer is
-whole, or a TierError. Nothing is left behind when the process ends, however it ends: the kernel frees what
-has no name. No communication."""
+Invariants: a file's space is allocated when it is made, so no write fails for want of it; a transfer is
+whole, or raises TierError. Nothing is left behind when the process ends, however it ends: the kernel frees
+nameless files. No communication."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from polyreme.errors import TierError
 from polyreme.layout.intervals import round_down, round_up
 
 ALIGNMENT = 4096
-"""Bytes. Memory, places in a file and sizes of transfers are multiples, as O_DIRECT wants them of every disk
-in use."""
+"""Bytes of which memory addresses, places in a file and sizes of transfers are multiples, as O_DIRECT
+requires on every disk in use."""
 HUGE_PAGE = 2 << 20
 Call = Callable[[int, Sequence[memoryview], int], int]
 _O_TMPFILE, _O_DIRECT = getattr(os, "O_TMPFILE", 0), getattr(os, "O_DIRECT", 0)  # Linux has them
 
 
 def no_links(path: str | Path, flags: int) -> int:
-    """The descriptor of a file that is opened, or made, unless its name is a symbolic link: an `opener` for
-    what is written in a run's folder. OSError (ELOOP) for a link, as what is written would be somewhere else;
-    OSError (ENXIO) for a pipe, which nobody may read."""
-    # a file is written as without O_NONBLOCK
+    """Open or make a file unless its name is a symbolic link, and return its descriptor: an `opener` for
+    files in a run's folder. Raises OSError (ELOOP) for a link, through which data would go elsewhere, and
+    OSError (ENXIO) for a pipe that nobody reads."""
+    # O_NONBLOCK makes no difference for regular files
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def padded(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Return `nbytes` rounded up to a multiple of ALIGNMENT."""
     return round_up(nbytes, ALIGNMENT)
 
 
 def aligned(nbytes: int, pin: bool = False) -> Tensor:
-    """`nbytes` (a multiple of ALIGNMENT) zeros in memory that begins at a page, uint8; with `pin` locked for
+    """Return `nbytes` (a multiple of ALIGNMENT) zeros in page-aligned memory, uint8; with `pin` locked for
     transfers to a CUDA device.
 
     No page is taken before it is touched, unless it is pinned. Raises TierError where the system gives no
@@ -62,7 +62,7 @@ def aligned(nbytes: int, pin: bool = False) -> Tensor:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
-    with torch.inference_mode(False):  # the user's may be on, and the memory is written to after it
+    with torch.inference_mode(False):  # the user's inference mode ends before the memory's use
         tensor = torch.frombuffer(view, dtype=torch.uint8)
     if pin:
         _pin(view, memory, tensor)
@@ -80,7 +80,7 @@ def _pin(view: memoryview, memory: mmap.mmap, tensor: Tensor) -> None:
             f"(CUDA error {status}): is the limit of `ulimit -l` too low?"
         )
 
-    def unpin(memory: mmap.mmap) -> None:  # which is unmapped when this returns, not before
+    def unpin(memory: mmap.mmap) -> None:  # the argument keeps it mapped until then
         runtime.cudaHostUnregister(address)
 
     weakref.finalize(view, unpin, memory).atexit = False
@@ -90,10 +90,11 @@ def transfer(
     call: Call, descriptor: int, memory: memoryview, at: int, unit: int
 ) -> tuple[int, OSError | None]:
     """Read or write (`call`: os.preadv or os.pwritev) all of `memory` at the file's byte `at`. Returns how
-    many bytes were moved: fewer where the file ends, where nothing more is taken, or where the system raised
-    what is returned beside.
+    many bytes were moved, and the error that ended it early, if any; it also ends early at the end of the
+    file, or where nothing more is taken.
 
-    unit: parts are cut to multiples of it, so that the next begins at one; what is over is moved again."""
+    `unit`: partial transfers are cut to multiples of it, so that the next begins at one; the rest is moved
+    again."""
     done = 0
     while done < len(memory):
         try:
@@ -108,8 +109,8 @@ def transfer(
 
 
 def check_space(needed: Mapping[Path, int]) -> None:
-    """TierError unless the file systems of these folders have that many bytes free; those of one file system
-    are added up."""
+    """Raise TierError unless the file systems of these folders have that many bytes free; folders of one file
+    system are added up."""
     systems: dict[int, list[Path]] = {}
     free: dict[Path, int] = {}
     for folder in needed:
@@ -134,7 +135,7 @@ class File:
     """A nameless file of `nbytes` (rounded up to ALIGNMENT), of zeros, in an existing `folder`. Several
     threads may use it.
 
-    `direct`: transfers go past the page cache (O_DIRECT); False where that is not wanted, or the file system
+    `direct`: transfers bypass the page cache (O_DIRECT); False where that is not wanted, or the file system
     refuses it. Raises TierError where the folder cannot be used or has too little room."""
 
     def __init__(self, folder: Path | str, nbytes: int, direct: bool = True) -> None:
@@ -143,7 +144,7 @@ class File:
         try:
             self._descriptor = _nameless(self.folder)
             self.close: Callable[[], object] = weakref.finalize(self, os.close, self._descriptor)
-            """Give the space back. Further calls do nothing."""
+            """Free the space. Further calls do nothing."""
             if self.nbytes:
                 os.posix_fallocate(self._descriptor, 0, self.nbytes)
         except OSError as error:
@@ -184,12 +185,12 @@ class File:
 
 
 def _nameless(folder: Path) -> int:
-    """The descriptor of a new file that has no name (any more)."""
+    """Return the descriptor of a new file without a name."""
     if _O_TMPFILE:
         try:
             return os.open(folder, _O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         except OSError as error:
-            # all else is no matter of the file system's kind
+            # other errors do not mean that the file system lacks O_TMPFILE
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
     descriptor, name = tempfile.mkstemp(prefix=".polyreme-", dir=folder)
@@ -198,7 +199,7 @@ def _nameless(folder: Path) -> int:
 
 
 def _go_direct(descriptor: int) -> bool:
-    """Turn O_DIRECT on; False, and it is off, where that is refused, at once or when something is read."""
+    """Turn O_DIRECT on. Returns False, with it off, where it is refused, at once or at the first read."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _O_DIRECT)
@@ -210,6 +211,6 @@ def _go_direct(descriptor: int) -> bool:
 
 
 def _free(where: Path | int) -> int:
-    """Bytes that the file system of a folder or of an open file has left for this user."""
+    """Return the bytes that the file system of a folder or of an open file has left for this user."""
     status = os.statvfs(where)
     return status.f_bavail * status.f_frsize

@@ -1,6 +1,6 @@
-"""Locks on folders: a folder belongs to one run at a time, of which all ranks and tiers share it.
+"""Locks on folders: a folder belongs to one run at a time, and all ranks and tiers of the run share it.
 
-Invariants: a claim lives as long as a process holds a lock on its file, which the kernel lets go however the
+Invariants: a claim lives as long as a process holds a lock on its file, which the kernel releases however the
 process ends; it is changed only under an exclusive lock, so whoever reads it under a shared one reads it
 whole. Where a file system keeps locks to each host, the claim of another host is never taken over; where it
 has no locks at all, nothing is refused. No communication."""
@@ -27,17 +27,17 @@ log = logging.getLogger(__name__)
 
 NAME = "polyreme.files.folder_lock"
 PATIENCE = 0.5
-"""Seconds that another run gets to leave: it may be ending."""
+"""Seconds that another run, which may be ending, gets to leave."""
 MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Claim:
-    """Makes `folder` if need be and claims it for `run`, a name that the ranks of a run have in common and no
+    """A claim on `folder`, which is made if need be, for `run`, a name that the ranks of a run share and no
     other run has.
 
-    name: of the claim's file. keep: it stays when the claim is let go. patience: seconds that another run
-    gets to leave. Raises `error` where the folder cannot be used, and where a process of another run lives
-    that claimed it. The claim of a run whose processes all died is taken over."""
+    `name`: of the claim's file. `keep`: the file stays when the claim is released. `patience`: seconds that
+    another run gets to leave. Raises `error` where the folder cannot be used, or a living process of another
+    run has claimed it. The claim of a run whose processes all died is taken over."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Claim:
             link = f"{name} in it is a symbolic link" if reason.errno == errno.ELOOP else reason.strerror
             raise error(f"{folder} cannot be used: {link}") from reason
         self.close: Callable[[], object] = weakref.finalize(self, _leave, path, descriptor, os.getpid(), keep)
-        """Let go; the last one of the run removes the file. Further calls do nothing."""
+        """Release the claim; the last process of the run removes the file. Further calls do nothing."""
 
 
 def _remove_empty(path: Path) -> None:
-    """Remove a claim that could not be written, and its folder, if that is all there is in it."""
+    """Remove a claim that could not be written, and its folder if it is empty then."""
     with suppress(OSError):
         if path.stat().st_size == 0:
             path.unlink()
@@ -71,8 +71,8 @@ def _remove_empty(path: Path) -> None:
 
 
 def holder(folder: Path, name: str = NAME) -> str | None:
-    """Which other process has claimed the folder, in words; None where none has that lives. Nothing is
-    changed."""
+    """Return the name of another living process that has claimed the folder; None if there is none. Changes
+    nothing."""
     try:
         descriptor = no_links(folder / name, os.O_RDONLY)
     except OSError:
@@ -91,14 +91,15 @@ def holder(folder: Path, name: str = NAME) -> str | None:
 
 
 def _take(path: Path, run: str, patience: float, error: type[PolyremeError]) -> int:
-    """The descriptor by which this process holds the claim."""
+    """Claim the folder, waiting up to `patience` seconds for another run to leave. Returns the descriptor
+    that holds the lock."""
     deadline = time.monotonic() + patience
     while True:
         descriptor = no_links(path, os.O_RDWR | os.O_CREAT)
         try:
             if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_named(path, descriptor):
                 _rewrite(path, descriptor, run, error)
-            # not in one step with the exclusive one: another may come between
+            # this replaces the exclusive lock, and another process may get in between
             _lock(descriptor, fcntl.LOCK_SH)
             claim = _read(descriptor)
             if _is_named(path, descriptor):
@@ -148,8 +149,8 @@ def _named(claim: dict[str, object]) -> str:
 
 
 def _locks_reach_other_hosts(descriptor: int) -> bool:
-    """Whether a lock that another host has on the open file would be seen here; so it is of a file system of
-    this host alone."""
+    """Return whether a lock that another host has on the open file would be seen here; True for a file system
+    of this host alone."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -165,7 +166,7 @@ def _locks_reach_other_hosts(descriptor: int) -> bool:
 
 
 def _read(descriptor: int) -> dict[str, object]:
-    """What a claim says; nothing where it is none."""
+    """Return the fields of a claim; none where it is not valid."""
     try:
         found = json.loads(os.pread(descriptor, 1 << 16, 0))
     except ValueError:
@@ -185,8 +186,8 @@ def _leave(path: Path, descriptor: int, pid: int, keep: bool) -> None:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock the file, instead of what lock this descriptor has; False where others are in the way and it is
-    not to wait."""
+    """Lock the file, replacing this descriptor's lock. Returns False where others are in the way and `kind`
+    does not wait."""
     try:
         fcntl.flock(descriptor, kind)
     except BlockingIOError:
@@ -198,7 +199,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _is_named(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to the open file."""
+    """Return whether the path still leads to the open file."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

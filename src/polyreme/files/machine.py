@@ -1,5 +1,5 @@
-"""Which machine this is, and whether its kernel kills for lack of memory. Host names do not tell: many keep
-the one that they were installed with."""
+"""Identify this machine, and count how often its kernel kills for lack of memory. Host names do not identify
+one: many keep the name that they were installed with."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def boot() -> str:
-    """Which start of which machine this is: the same in all its containers, whatever their hosts are
-    called; "" where the system does not tell."""
+    """Return an identifier of this start of this machine, which all its containers share, whatever their host
+    names; "" where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -18,8 +18,8 @@ def boot() -> str:
 
 
 def identity() -> str | None:
-    """The same for all processes of this machine, and of no other container or machine; None where the system
-    does not tell."""
+    """Return an identifier that all processes of this machine or container share, and of no other; None where
+    the system has none."""
     try:
         return f"{boot()} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
@@ -27,8 +27,8 @@ def identity() -> str | None:
 
 
 def killed_for_memory(root: Path = Path("/")) -> int | None:
-    """How many processes of this one's control group the kernel has killed for lack of memory, or of the
-    machine where the group does not tell; None where nothing does."""
+    """Return how many processes the kernel has killed for lack of memory, in this one's control group, or
+    else on the machine; None where neither is counted."""
     for file in _counters(root):
         try:
             found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
@@ -40,8 +40,8 @@ def killed_for_memory(root: Path = Path("/")) -> int | None:
 
 
 def _counters(root: Path) -> Iterator[Path]:
-    """The files that may tell, the nearest first: of control groups of version 2 and 1, and of the kernel.
-    In a container a group's folder may be the root of what is seen."""
+    """Yield the files that may hold the count, the nearest first: of control groups of version 2 and 1, and
+    of the kernel. In a container a group's folder may be the root of the mount."""
     mounted = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Memory that is used again, as freshly mapped memory costs a page fault every 4 KiB. No communication."""
+"""Memory that is reused, as freshly mapped memory costs a page fault every 4 KiB. No communication."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Use = Callable[[Tensor, Any], None]
 
 
 class MemoryPool:
-    """Flat pieces of memory by elements and dtype, each lent to one user at a time, in any thread.
+    """A pool of flat pieces of memory by elements and dtype, each lent to one user at a time, in any thread.
 
-    A piece comes with the event with which it was given back: whoever takes it waits for that before writing
-    to it; None: it is free. At most `keep` pieces of a size are kept for their next use."""
+    A piece comes with the event with which it was given back, which the next user waits for before writing to
+    it; None means that it is free. At most `keep` pieces of a size are kept for reuse."""
 
     def __init__(self, keep: float = inf) -> None:
         self._keep = keep
@@ -29,14 +29,20 @@ class MemoryPool:
         self._users: dict[Key, deque[Use]] = defaultdict(deque)
 
     @property
+    def pieces(self) -> list[Tensor]:
+        """The pieces that wait here for their next use."""
+        with self._changed:
+            return [memory for free in self._free.values() for memory, _ in free]
+
+    @property
     def waiting(self) -> int:
         """Bytes that wait here for their next use."""
-        with self._changed:
-            return sum(memory.nbytes for free in self._free.values() for memory, _ in free)
+        return sum(memory.nbytes for memory in self.pieces)
 
     def lend(self, size: int, dtype: torch.dtype = torch.uint8, new: New | None = None) -> tuple[Tensor, Any]:
-        """A piece, uninitialised, and the event at which it is free. Where none is there, `new(size, dtype)`
-        makes one; without `new`, wait for one. The pool keeps no `new`, which may keep the pool's owner."""
+        """Return an uninitialised piece, and the event after which it is free. Where none is there,
+        `new(size, dtype)` makes one; without `new`, wait for one. The pool does not keep `new`, which may
+        reference the pool's owner."""
         with self._changed:
             self._changed.wait_for(lambda: self._free[size, dtype] or new)
             if self._free[size, dtype] or not new:
@@ -44,7 +50,8 @@ class MemoryPool:
         return new(size, dtype), None
 
     def when_free(self, use: Use, size: int, dtype: torch.dtype = torch.uint8) -> None:
-        """Give `use` what `lend` returns, but no new one: now, or in the thread that gives one back."""
+        """Call `use` with what `lend` returns, never a new piece: now, or in the thread that gives one
+        back."""
         with self._changed:
             if not self._free[size, dtype]:
                 self._users[size, dtype].append(use)
@@ -53,7 +60,7 @@ class MemoryPool:
         use(*piece)
 
     def give(self, memory: Tensor, event: Any = None) -> None:
-        """Hand a piece, which is free at `event`, back for the next use of its size and dtype."""
+        """Give a piece, which is free after `event`, back for the next use of its size and dtype."""
         key = memory.numel(), memory.dtype
         with self._changed:
             if not self._users[key]:
@@ -70,6 +77,6 @@ class MemoryPool:
             self.give(piece)
 
     def drop(self, but: set[int]) -> list[tuple[Tensor, Any]]:
-        """The pieces, with their events, that wait here and have other sizes: they are not kept any more."""
+        """Remove and return the waiting pieces of other sizes than `but`, with their events."""
         with self._changed:
             return [piece for key in [*self._free] if key[0] not in but for piece in self._free.pop(key)]

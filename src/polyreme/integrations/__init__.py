@@ -1,5 +1,5 @@
-"""Trainers of other libraries over Polyreme's own engine and config: Hugging Face's Trainer, Accelerate's
-loops and Lightning. What each needs is imported when it is asked for."""
+"""Trainers of other libraries on Polyreme's engine and config: Hugging Face's Trainer, Accelerate's loops and
+Lightning. Each library is imported only when its integration is used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Accelerate's `prepare` for those who have a config of Polyreme's: what a loop over model, optimizer, loader
-and scheduler calls, done by an engine."""
+"""A `prepare` like Accelerate's, with a Polyreme config: returns objects that a loop over model, optimizer,
+loader and scheduler can call, and that an engine stands behind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from polyreme.config import Config
-from polyreme.engine import Engine, initialize
+from polyreme.engine import Engine
 from polyreme.errors import ConfigError, Problem
+from polyreme.initialization import initialize
 from polyreme.integrations.shared import EngineOptimizer, Source
 
 
 class Prepared(NamedTuple):
-    """What `prepare` returns, in the order in which it is given."""
+    """The result of `prepare`, in the order of its arguments."""
 
     model: Model
     optimizer: StepOptimizer
@@ -34,19 +35,19 @@ def prepare(
     *,
     config: Source,
 ) -> Prepared:
-    """Have an engine train `model` as the config says, in a loop as for Accelerate:
+    """Make an engine that trains `model` by the config, in a loop as for Accelerate:
 
         for batch in dataloader:
             loss = model(**batch).loss
             model.backward(loss)
             optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
-    optimizer: one of the model's parameters, or None: the config's. dataloader: a torch DataLoader of
-    micro-batches, of which each data-parallel rank gets its own; its batch_size is batch.micro. scheduler: a
-    torch scheduler on that optimizer, or None: the config's; the engine steps it after each step, and
-    `scheduler.step()` does nothing, but for `scheduler.step(metric)` of ReduceLROnPlateau. A step is made by
-    every `batch.size / (dp x micro)`-th `optimizer.step()`, and by the last of the loader. Raises ConfigError
-    for a pipeline, whose whole model nobody can call."""
+    optimizer: a torch optimizer of the model's parameters; None: the config's. dataloader: a torch DataLoader
+    of micro-batches, of which each data-parallel rank gets its own; its batch_size must be batch.micro.
+    scheduler: a torch scheduler on that optimizer; None: the config's. The engine steps it after each step,
+    and `scheduler.step()` does nothing, except `scheduler.step(metric)` of ReduceLROnPlateau. Every
+    `batch.size / (dp x micro)`-th call of `optimizer.step()` makes a step, and the one after the loader's
+    last batch. Raises ConfigError for a pipeline, as no rank can call its whole model."""
     own = Config.load(config)
     if own.mesh.pp > 1:
         fix = "set 1, or call Engine.train_step, or take PolyremeTrainer"
@@ -72,17 +73,17 @@ def _shared_out(loader: DataLoader[Any], engine: Engine) -> DataLoader[Any]:
 
 
 class Model:
-    """The model to be called. `engine` is the engine; other attributes are those of the module."""
+    """The model for the loop to call. engine: the engine; other attributes are those of the module."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for one micro-batch."""
+        """Return the model's output for one micro-batch."""
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of a micro-batch's mean loss; `loss.backward()` is the same."""
+        """Run the backward of a micro-batch's mean loss; `loss.backward()` does the same."""
         self.engine.backward(loss)
 
     def __getattr__(self, name: str) -> Any:
@@ -90,14 +91,14 @@ class Model:
 
 
 class StepOptimizer(EngineOptimizer):
-    """The engine's optimizer, which makes a step when its micro-batches are there."""
+    """The engine's optimizer, whose `step` makes a step once all its micro-batches were given."""
 
     def __init__(self, engine: Engine, loader: Any) -> None:
         super().__init__(engine)
         self._steps, self._loader, self._calls = engine, loader, 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the engine's step with the last micro-batch of one, or of the loader; else nothing."""
+        """Make the engine's step after the last micro-batch of a step, or of the loader; else do nothing."""
         self._calls += 1
         ends = self._loader is not None and bool(self._loader.end_of_dataloader)
         if ends or self._calls == self._steps.config.accumulation:
@@ -106,13 +107,13 @@ class StepOptimizer(EngineOptimizer):
 
 
 class Scheduler:
-    """The schedule, which the engine follows: `step` does nothing without a metric."""
+    """The schedule, which the engine steps itself: `step` does nothing without a metric."""
 
     def __init__(self, engine: Engine, scheduler: Any) -> None:
         self._engine, self._scheduler = engine, scheduler
 
     def step(self, *metric: Any) -> None:
-        """Do nothing, as the engine has stepped it; of ReduceLROnPlateau, go on by the metric."""
+        """Step ReduceLROnPlateau by the metric; do nothing for others, which the engine steps."""
         if isinstance(self._scheduler, ReduceLROnPlateau):
             self._engine.plateau(*metric)
 

@@ -1,9 +1,8 @@
 """Lightning on Polyreme's engine: `Trainer(strategy=PolyremeStrategy("run.toml"))`, or `strategy="polyreme"`
 once this module is imported.
 
-A LightningModule's steps, hooks, logs and schedulers are Lightning's; forward, backward, update and
-checkpoint are the engine's. Losses are averaged over micro-batches and ranks, as DistributedDataParallel
-does."""
+Lightning runs the LightningModule's steps, hooks, logs and schedulers; the engine does forward, backward,
+update and checkpoint. Losses are averaged over micro-batches and ranks, as in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -16,8 +15,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from polyreme.config import Config
-from polyreme.engine import Engine, initialize
+from polyreme.engine import Engine
 from polyreme.errors import ConfigError, ModelError, Problem
+from polyreme.initialization import initialize
 from polyreme.integrations.shared import (
     EngineOptimizer,
     Source,
@@ -28,18 +28,19 @@ from polyreme.integrations.shared import (
 )
 
 ENGINE, REST = "engine", "lightning.ckpt"
-"""What a checkpoint's folder has: the engine's own, and Lightning's without weights and states."""
+"""The contents of a checkpoint's folder: the engine's checkpoint, and Lightning's file without weights and
+states."""
 
 
 class PolyremeStrategy(DDPStrategy):
-    """Trains a LightningModule of one optimizer by an engine. `engine` is there from `fit` on, and validates
-    and tests, too."""
+    """Trains a LightningModule with one optimizer by an engine. engine: None before `fit`; it also validates
+    and tests afterwards."""
 
     strategy_name = "polyreme"
 
     def __init__(self, config: Source | None = None, **options: Any) -> None:
-        """config: a file, a mapping, or a Config; batch sizes, accumulation and clipping are the Trainer's.
-        Raises ConfigError for a pipeline, whose whole model nobody can call."""
+        """config: a file, a mapping, or a Config; batch sizes, accumulation and clipping come from the
+        Trainer. Raises ConfigError for a pipeline, as no rank can call its whole model."""
         super().__init__(**options)
         self.config = Config.load({} if config is None else config)
         self.engine: Engine | None = None
@@ -50,7 +51,7 @@ class PolyremeStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which share of the data this rank has."""
+        """The number of shares of the data, and this rank's share."""
         world = self.num_nodes * self.num_processes
         return {
             "num_replicas": data_parallel(self.config, world),
@@ -58,7 +59,8 @@ class PolyremeStrategy(DDPStrategy):
         }
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine, for training; else the module is as it is, or as an engine has it."""
+        """Make the engine for training; for anything else use the module as it is, or the engine of an
+        earlier `fit`."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
@@ -73,17 +75,17 @@ class PolyremeStrategy(DDPStrategy):
                 f"{len(self.optimizers)} optimizers, or a manual optimization: PolyremeStrategy trains with "
                 "one optimizer and Lightning's own loop; use Polyreme's engine itself for others"
             )
-        config = completed(self.config, self._told(trainer))
+        config = completed(self.config, self._trainer_settings(trainer))
         self.engine = initialize(trainer.lightning_module, config, optimizer=self.optimizers[0])
         self._own = EngineOptimizer(self.engine)
         self.optimizers = [self._own]
         self.setup_precision_plugin()
 
-    def _told(self, trainer: Any) -> dict[str, tuple[Any, str]]:
+    def _trainer_settings(self, trainer: Any) -> dict[str, tuple[Any, str]]:
         loader = trainer.fit_loop._data_source.dataloader()
         micro = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1
         replicas = self.distributed_sampler_kwargs["num_replicas"]
-        told: dict[str, tuple[Any, str]] = {
+        settings: dict[str, tuple[Any, str]] = {
             "batch.micro": (micro, "the loader's batch_size"),
             "batch.size": (micro * trainer.accumulate_grad_batches * replicas, "accumulate_grad_batches"),
             "batch.mean": ("ranks", "Lightning's loop"),
@@ -94,32 +96,32 @@ class PolyremeStrategy(DDPStrategy):
                 raise ConfigError(
                     [Problem("gradient_clip_algorithm", "value", "gradients are in shards", fix)]
                 )
-            told["optimizer.clip"] = (trainer.gradient_clip_val, "gradient_clip_val")
+            settings["optimizer.clip"] = (trainer.gradient_clip_val, "gradient_clip_val")
         elif not is_given(self.config, "optimizer.clip"):
-            told["optimizer.clip"] = ("none", "gradient_clip_val")
+            settings["optimizer.clip"] = ("none", "gradient_clip_val")
         if trainer.precision != "32-true":
             fix = 'leave precision out, and set precision.compute in the config: "bf16", "autocast-fp16", ...'
             raise ConfigError([Problem("Trainer's precision", trainer.precision, "the config says it", fix)])
-        return told
+        return settings
 
     # ---- the loop
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's training_step, as a forward of the engine."""
+        """Call the module's training_step as a forward of the engine."""
         assert self.engine is not None and self.lightning_module is not None
         self.engine.set_boundary(not self.lightning_module.trainer.fit_loop._should_accumulate())
         return self._forward_redirection(self.engine, self.lightning_module, "training_step", *args, **kwargs)  # type: ignore[arg-type]
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's validation_step, as a forward of the module."""
+        """Call the module's validation_step as a forward of the module."""
         return self._called("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's test_step, as a forward of the module."""
+        """Call the module's test_step as a forward of the module."""
         return self._called("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's predict_step, as a forward of the module."""
+        """Call the module's predict_step as a forward of the module."""
         return self._called("predict_step", *args, **kwargs)
 
     def _called(self, step: str, *args: Any, **kwargs: Any) -> Any:
@@ -128,14 +130,14 @@ class PolyremeStrategy(DDPStrategy):
         return self._forward_redirection(module, module, step, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The engine's backward, between Lightning's hooks."""
+        """Run the engine's backward, between Lightning's hooks."""
         assert self.engine is not None and self.lightning_module is not None
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         self.engine.backward(loss)
         return self.precision_plugin.post_backward(loss, self.lightning_module)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """The last forward and backward of a step, then the engine's step, which clips."""
+        """Run the last forward and backward of a step, then the engine's step, which clips."""
         assert self.engine is not None and self.lightning_module is not None
         loss, trainer = closure(), self.lightning_module.trainer
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
@@ -147,7 +149,7 @@ class PolyremeStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: the engine reads it."""
+        """True: the engine, which reads the checkpoint, is made in `setup`."""
         return True
 
     @property
@@ -156,16 +158,16 @@ class PolyremeStrategy(DDPStrategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing, once the engine has the weights, and writes them."""
+        """Return the weights; nothing once there is an engine, which writes them."""
         return super().lightning_module_state_dict() if self.engine is None else {}
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Nothing, once the engine has the weights, and reads them."""
+        """Load the weights; do nothing once there is an engine, which reads them."""
         if self.engine is None:
             super().load_model_state_dict(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: the engine writes states."""
+        """Return nothing: the engine writes the states."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -182,7 +184,7 @@ class PolyremeStrategy(DDPStrategy):
         super().save_checkpoint(rest, folder / REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Have the engine read its part, and return Lightning's. All ranks must call."""
+        """Load the engine's checkpoint, and return Lightning's. All ranks must call."""
         folder = Path(checkpoint_path)
         if self.engine is None or not folder.is_dir():
             return super().load_checkpoint(checkpoint_path, weights_only)

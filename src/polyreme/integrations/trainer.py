@@ -1,9 +1,9 @@
-"""Hugging Face's Trainer on Polyreme's engine: data, logs, evaluation, callbacks and arguments are the
-Trainer's, the step and the checkpoint are the engine's, with every mesh, ZeRO stage and memory tier of the
+"""Hugging Face's Trainer on Polyreme's engine: the Trainer does data, logs, evaluation and callbacks, and has
+its arguments; the engine does the step and the checkpoint, with every mesh, ZeRO stage and memory tier of the
 config.
 
-A step's micro-batches are collected and trained at once (`Engine.train_step`), so that a pipeline may have
-them in any order. Communication: the engine's."""
+A step's micro-batches are collected and trained together (`Engine.train_step`), so that a pipeline can
+process them in any order. Communication: the engine's."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from polyreme.config import Config
-from polyreme.engine import Engine, initialize
+from polyreme.engine import Engine
 from polyreme.errors import ConfigError, ModelError, Problem
+from polyreme.initialization import initialize
 from polyreme.integrations.shared import (
     EngineOptimizer,
     Source,
@@ -30,19 +31,19 @@ from polyreme.integrations.shared import (
 )
 
 FOLDER = "polyreme"
-"""What a checkpoint-N of a Trainer has of the engine: states, and weights in shards."""
+"""The folder in a Trainer's checkpoint-N with the engine's checkpoint."""
 _OPTIMIZER = ("name", "lr", "betas", "eps", "momentum", "weight_decay", "no_decay", "groups", "options")
 
 
 class PolyremeTrainer(Trainer):
-    """A Trainer whose model an engine of Polyreme's trains.
+    """A Trainer whose model is trained by a Polyreme engine.
 
-    polyreme: the config: a file, a mapping, or a Config. What TrainingArguments say (batch sizes,
-    accumulation, optimizer, schedule, clipping, seed, bf16) is theirs; the config has the rest: mesh, zero,
-    memory, precision. Other arguments are Trainer's. The loss is the model's own, over all labels of a
-    step.
+    polyreme: the config: a file, a mapping, or a Config. Batch sizes, accumulation, optimizer, schedule,
+    clipping, seed and bf16 come from TrainingArguments; mesh, zero, memory and precision from the config.
+    Other arguments are Trainer's. The loss is the model's own, a mean over all labels of a step.
 
-    Raises ConfigError where the two contradict each other, or for what an engine does not do."""
+    Raises ConfigError where the two contradict each other, and for options that the engine does not
+    support."""
 
     def __init__(
         self,
@@ -53,17 +54,18 @@ class PolyremeTrainer(Trainer):
         **options: Any,
     ) -> None:
         self.engine: Engine | None = None
-        """What trains the model, from `train` on."""
+        """The engine that trains the model; None before `train`."""
         self._config = Config.load(polyreme)
         self._waiting: list[Any] = []
         super().__init__(model, args, *more, **options)
         if problems := self._unsupported():
             raise ConfigError(problems)
-        self._config = completed(self._config, self._told())
+        self._config = completed(self._config, self._trainer_settings())
 
     @property
     def gather_function(self) -> Any:
-        """What evaluation gathers a tensor of each rank with: one of every data-parallel rank counts."""
+        """The function by which evaluation gathers a tensor of each rank: of ranks with the same data only
+        the first one's is kept."""
         return self._gather if self.get_tp_size() == 1 else self._gathered
 
     @gather_function.setter
@@ -76,8 +78,8 @@ class PolyremeTrainer(Trainer):
         first = [places.index(place) for place in range(data_parallel(self._config, world))]
 
         def of_first(tensor: Tensor) -> Tensor:
-            parts = tensor.chunk(world)
-            whole = torch.cat([parts[rank] for rank in first])
+            chunks = tensor.chunk(world)
+            whole = torch.cat([chunks[rank] for rank in first])
             return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
 
         return pytree.tree_map_only(Tensor, of_first, self.accelerator.gather(data))
@@ -129,27 +131,27 @@ class PolyremeTrainer(Trainer):
                 found.append(Problem(f"optimizer.{key}", value, "the Trainer's arguments say it", fix))
         return found
 
-    def _told(self) -> dict[str, tuple[Any, str]]:
+    def _trainer_settings(self) -> dict[str, tuple[Any, str]]:
         args, micro = self.args, self.args.per_device_train_batch_size
         size = micro * args.gradient_accumulation_steps * data_parallel(self._config, args.world_size)
-        told: dict[str, tuple[Any, str]] = {
+        settings: dict[str, tuple[Any, str]] = {
             "batch.micro": (micro, "per_device_train_batch_size"),
             "batch.size": (size, "the batch of TrainingArguments"),
         }
         if args.max_grad_norm and args.max_grad_norm > 0:
-            told["optimizer.clip"] = (args.max_grad_norm, "max_grad_norm")
+            settings["optimizer.clip"] = (args.max_grad_norm, "max_grad_norm")
         elif not is_given(self._config, "optimizer.clip"):
-            told["optimizer.clip"] = ("none", "max_grad_norm")
+            settings["optimizer.clip"] = ("none", "max_grad_norm")
         if args.bf16 and not is_given(self._config, "precision.compute"):
-            told["precision.compute"] = ("autocast-bf16", "bf16")
+            settings["precision.compute"] = ("autocast-bf16", "bf16")
         if not is_given(self._config, "seed"):
-            told["seed"] = (args.seed, "seed")
-        return told
+            settings["seed"] = (args.seed, "seed")
+        return settings
 
     # ---- data: one share for each data-parallel rank
 
     def get_tp_size(self) -> int:
-        """How many ranks have the same data."""
+        """Return the number of ranks with the same data."""
         return self.args.world_size // data_parallel(self._config, self.args.world_size)
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
@@ -192,7 +194,7 @@ class PolyremeTrainer(Trainer):
         self.engine = initialize(model, self._config, optimizer=given)
         self._own = EngineOptimizer(self.engine)
         self.model_wrapped, self.optimizer = model, self._own
-        # so that Accelerate wraps neither
+        # so that Accelerate wraps neither of them
         self.accelerator._models, self.accelerator._optimizers = [self.model], [self.optimizer]
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
@@ -205,8 +207,8 @@ class PolyremeTrainer(Trainer):
         return self.model, train_dataloader
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Keep a micro-batch; with the last one of a step, train on all of them. Returns the step's mean loss
-        then, and zero before."""
+        """Collect a micro-batch; with the last one of a step, train on all of them. Returns the step's mean
+        loss then, and zero before."""
         engine = self._trained()
         self._waiting.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
@@ -225,7 +227,7 @@ class PolyremeTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """As Trainer's; of a pipeline the loss alone."""
+        """Predict as Trainer does; of a pipeline only the loss."""
         if self.engine is None or self.engine.mesh.pp.size == 1:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         loss = self.engine.eval_step([self._prepare_inputs(inputs)]).loss

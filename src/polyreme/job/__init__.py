@@ -1,1 +1,1 @@
-"""The run of `polyreme train` on each rank: its steps, its checkpoints, where it begins."""
+"""The run of `polyreme train` on each rank: its steps, its checkpoints, and where it begins."""

@@ -1,6 +1,6 @@
-"""Whether a run has ended already, and what a config says otherwise than a checkpoint's.
+"""Find out whether a run has ended already, and how its config differs from a checkpoint's.
 
-Invariant: only looks, and imports no torch: the command answers at once where nothing is to do."""
+Invariant: reads only, and imports no torch: the command answers at once where nothing is left to do."""
 
 from __future__ import annotations
 
@@ -17,29 +17,16 @@ from polyreme.config.schema import LEAVES
 from polyreme.errors import CheckpointError, printable
 
 ORDER = (
-    "seed",
-    "data.path",
-    "data.pattern",
-    "data.field",
-    "data.sequence",
-    "data.tokenizer",
-    "data.vocab_size",
-    "data.validation",
-    "data.shuffle",
+    *("seed", "data.path", "data.pattern", "data.field", "data.sequence"),
+    *("data.tokenizer", "data.vocab_size", "data.validation", "data.shuffle"),
 )
-"""The keys that decide which sample comes when."""
-NOT_TOLD = (
-    "checkpoint",
-    "monitor",
-    "launch",
-    "data.cache",
-    "data.workers",
-    "train.sample",
-    "train.sample_tokens",
-    "model.trust_remote_code",
-    "batch.size",
+"""Keys that decide the order of the samples."""
+NOT_REPORTED = (
+    *("checkpoint", "monitor", "launch", "plan", "data.cache", "data.workers"),
+    *("train.sample", "train.sample_tokens", "model.trust_remote_code", "batch.size"),
 )
-"""Sections and keys that change nothing of what is computed; and that of which the engine speaks itself."""
+"""Sections and keys whose change is not reported: they do not affect what is computed, or the engine itself
+reports them."""
 EFFECTS = {
     **dict.fromkeys(ORDER, "the training data begins anew"),
     "lr_schedule": "the learning rate follows the new schedule from here on",
@@ -47,9 +34,8 @@ EFFECTS = {
 
 
 def ended(config: Config) -> str | None:
-    """What to say of the run of the resolved `config` where its newest checkpoint is whole, of the same
-    model, and its end. None where there is something to do, or telling takes a closer look
-    (`polyreme.job.resume`)."""
+    """Return the message about the run of the resolved `config` if its newest checkpoint is complete, of the
+    same model, and its end. None where there is something to do, or only `polyreme.job.resume` can tell."""
     steps = {
         int(path.name[5:]): path
         for path in Path(config.checkpoint.folder).glob("step-*")
@@ -69,12 +55,12 @@ def ended(config: Config) -> str | None:
     changes = changed_keys(found.config, config)
     if not config.train.length.reached(progress) or any(key.startswith("model.") for key in changes):
         return None
-    lines = [told(key, *values) for key, values in changes.items()]
+    lines = [change_line(key, *values) for key, values in changes.items()]
     return nothing_to_do(config, str(newest), progress.steps, progress.tokens, lines)
 
 
 def is_end(checkpoint: Path, config: Config) -> bool:
-    """Whether a whole checkpoint is the end of a run of such a length."""
+    """Return whether a complete checkpoint is the end of a run as long as `config` says."""
     try:
         found = manifest.read(checkpoint)
     except CheckpointError:
@@ -91,7 +77,7 @@ def _progress(found: manifest.Resume) -> Progress | None:
 
 
 def nothing_to_do(config: Config, checkpoint: str, steps: int, tokens: int, changes: Sequence[str]) -> str:
-    """That the run has ended, with what the config says otherwise since, and how to go on."""
+    """Return the message that the run has ended, with the changes of the config since, and how to go on."""
     said = f"nothing to do: {checkpoint} is the end of this run, with {steps:,} steps and {tokens:,} tokens"
     fix = (
         f"raise train.length (now {config.train.length}) to go on from there, or begin anew with --no-resume"
@@ -100,8 +86,8 @@ def nothing_to_do(config: Config, checkpoint: str, steps: int, tokens: int, chan
 
 
 def changed_keys(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys that have another value in `config`, with the value they had and the one they have; of tables,
-    the keys in them."""
+    """Return the keys that have another value in `config` than in `before`, with both values; of tables, the
+    keys in them."""
     now = config.model_dump(mode="json")
     found: dict[str, tuple[Any, Any]] = {}
     for key in LEAVES:
@@ -109,9 +95,11 @@ def changed_keys(before: Mapping[str, Any], config: Config) -> dict[str, tuple[A
         there, here = (tree.get(section, {}) if section else tree for tree in (before, now))
         if not isinstance(there, dict) or name not in there or there[name] == here[name]:
             continue
-        if section in NOT_TOLD or key in NOT_TOLD:
+        if section in NOT_REPORTED or key in NOT_REPORTED:
             continue
         old, new = there[name], here[name]
+        if config.searched and (new == "auto" or key in config.searched):  # it is not known yet
+            continue
         if isinstance(old, dict) and isinstance(new, dict):
             found |= {
                 f"{key}.{n}": (old.get(n), new.get(n))
@@ -123,13 +111,13 @@ def changed_keys(before: Mapping[str, Any], config: Config) -> dict[str, tuple[A
     return found
 
 
-def told(key: str, before: Any, now: Any) -> str:
-    """A change of a key in a line, with what it does."""
+def change_line(key: str, before: Any, now: Any) -> str:
+    """Describe the change of a key, and its effect, in a line."""
     effect = EFFECTS.get(key) or EFFECTS.get(key.partition(".")[0])
     return f"{key} = {toml(now)}, and was {toml(before)}{f': {effect}' if effect else ''}"
 
 
-def standing(folder: str | Path) -> frozenset[tuple[Path, int]]:
-    """What in a run's folder bears the name of a checkpoint, each with when it was written: the same name may
-    be written anew."""
+def checkpoint_entries(folder: str | Path) -> frozenset[tuple[Path, int]]:
+    """Return the entries of a run's folder that are named as checkpoints, each with the time when it was
+    written, as a name may be written again."""
     return frozenset((each, each.lstat().st_mtime_ns) for each in Path(folder).glob("step-*"))

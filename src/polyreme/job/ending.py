@@ -1,8 +1,7 @@
-"""What is said where a run of `polyreme train` ends before its time: the newest complete checkpoint, and the
+"""The message where a run of `polyreme train` ends before its time: the newest complete checkpoint, and the
 command that goes on from it.
 
-Invariant: only looks, and raises nothing of its own. No communication.
-"""
+Invariant: reads only, and raises nothing of its own. No communication."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from polyreme.job.resume import origin
 
 
 def last_words(config: Config, before: Collection[tuple[Path, int]] = ()) -> str:
-    """The newest complete checkpoint of the run that `config` describes, or that there is none, and how it
-    goes on. `before`: what of its folder was `standing` when it began."""
+    """Describe the newest complete checkpoint of the run that `config` describes, if there is one, and how to
+    go on. `before`: the `checkpoint_entries` of its folder when it began."""
     try:
         found = _newest(config, before)
     except OSError as error:  # a folder that cannot be read any more
@@ -38,8 +37,8 @@ def last_words(config: Config, before: Collection[tuple[Path, int]] = ()) -> str
 
 
 def command_from(checkpoint: Path | None, config: Config) -> str | None:
-    """The user's command, as it goes on from `checkpoint` or begins anew without one; None where it is not
-    known, as under another launcher."""
+    """Return the user's command in the form that goes on from `checkpoint`, or begins again without one; None
+    where it is not known, as under another launcher."""
     words = shlex.split(os.environ.get(COMMAND, ""))
     if checkpoint is not None and config.checkpoint.resume == "never":
         words = [word for word in words if word != "--no-resume"] + ["--resume", str(checkpoint)] * bool(

@@ -1,7 +1,7 @@
-"""How many samples a micro-batch has of the model that a config names, where the config leaves that open.
+"""Choose the number of samples in a micro-batch for the model that a config names, where the config leaves
+that open.
 
-Communication: `agreed`; see `step.memory.fit`.
-"""
+Communication: `agreed`; see `step.memory.fit`."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from polyreme.planner.meta_model import expected, meta_model
 from polyreme.step.memory import fit as step
 from polyreme.step.memory.fit import Fit, derived, own_memory
 from polyreme.step.memory.kept import device_of_ranks, kept
-from polyreme.step.settings import how_to_meet, refit, run_settings
+from polyreme.step.settings import refit, rendezvous_settings, run_settings
 
 
 def memory_of_ranks(config: Config) -> int:
-    """Bytes that each rank has where all of them are on this machine, or on others like it."""
+    """Return the bytes of memory for each rank, where all are on this machine, or on others like it."""
     ranks = math.prod(config.axes.values())
     return own_memory() // (ranks if device_of_ranks().type == "cpu" else 1)
 
 
 def agreed(config: Config, vocabulary: int) -> tuple[Config, list[str]]:
-    """The resolved config with micro-batches that fit, and what there is to say: why a step has several. All
+    """Return the resolved config with micro-batches that fit, and messages about why a step has several. All
     ranks must call."""
     if not config.leaves_micro:
         return config, []
-    ranks = everyone(*how_to_meet(lambda: config))
+    ranks = everyone(*rendezvous_settings(lambda: config))
     micro, reason = step.agreed(ranks, lambda memory: fit(config, memory, vocabulary))
     fitted = config.fitted(int(config.batch.micro) if micro is None else micro)
     return fitted, [] if micro is None else [derived(int(fitted.batch.micro), reason)]
 
 
 def fit(config: Config, memory: int, vocabulary: int | None = None) -> Fit:
-    """How many samples fit into `memory` bytes a rank, under a resolved config."""
-
+    """Return how many samples fit into `memory` bytes a rank, under a resolved config."""
     run = run_settings(config)
 
     def make() -> nn.Module | None:

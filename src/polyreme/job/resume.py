@@ -1,9 +1,8 @@
-"""Where a run of `polyreme train` begins: anew, or from which checkpoint; and what its config says otherwise
-than that one's.
+"""Decide where a run of `polyreme train` begins, newly or from which checkpoint, and how its config differs
+from that checkpoint's.
 
-Invariant: only looks, so it can be asked before any rank starts. In a run rank 0 asks for all.
-Communication: none.
-"""
+Invariant: reads only, so it can be asked before any rank starts. In a run rank 0 asks for all.
+Communication: none."""
 
 from __future__ import annotations
 
@@ -20,35 +19,36 @@ from polyreme.config import Config
 from polyreme.data import load_tokenizer
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import CheckpointError, ConfigError, DataError, Problem, named
-from polyreme.job.ended import ORDER, changed_keys, told
+from polyreme.job.ended import ORDER, change_line, changed_keys
 from polyreme.models.huggingface import base_prefix, file_names
 from polyreme.planner.meta_model import meta_model
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a run begins: plain values, which can be told to other ranks."""
+    """Where a run begins: plain values, which can be sent to other ranks."""
 
     checkpoints: list[str] = field(default_factory=list)
-    """Checkpoints, of which the first that can be read is gone on from; none: the run begins anew."""
+    """Checkpoints to go on from, the first that can be read; empty where the run begins newly."""
     damaged: dict[str, str] = field(default_factory=dict)
-    """Newer ones, which cannot be opened, and why."""
+    """Newer checkpoints that cannot be opened, and why."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Belongs to the first checkpoint."""
+    """The extra state in the first checkpoint."""
     steps: int = 0
     tokens: int = 0
     changes: list[str] = field(default_factory=list)
-    """What the config says otherwise than the first checkpoint's, a line each."""
+    """Changes of the config since the first checkpoint, a line each."""
     same_data: bool = True
-    """Whether the samples come in the same order as then."""
+    """Whether the samples come in the same order as in the first checkpoint's run."""
     finished: bool = False
-    """Whether the first checkpoint has all behind it that the config asks for."""
+    """Whether the first checkpoint is the end of the run that the config asks for."""
 
 
 def find_beginning(config: Config) -> Beginning:
-    """Where the run that the resolved `config` describes begins.
+    """Decide where the run that the resolved `config` describes begins.
 
-    Raises ConfigError where there are checkpoints and none can be gone on from, or their model is another."""
+    Raises ConfigError where there are checkpoints but none can be gone on from, or they are of another
+    model."""
     section, key = config.checkpoint, "checkpoint.folder"
     folder = RunDirectory(section.folder)
     if section.resume == "never":
@@ -79,15 +79,15 @@ def find_beginning(config: Config) -> Beginning:
         extra=dict(source.resume.extra),
         steps=progress.steps if progress else 0,
         tokens=progress.tokens if progress else 0,
-        changes=[told(name, *values) for name, values in changed.items()],
+        changes=[change_line(name, *values) for name, values in changed.items()],
         same_data=changed.keys().isdisjoint(ORDER),
         finished=progress is not None and config.train.length.reached(progress),
     )
 
 
 def _check_names(config: Config, folder: RunDirectory, after: int) -> None:
-    """Raises ConfigError where a name that the run gives to a checkpoint, of a step beyond `after`, is that
-    of something else."""
+    """Raise ConfigError where something else has the name of a checkpoint that the run will write, of a step
+    beyond `after`."""
     if taken := folder.foreign(after):
         names = named([path.name for path in taken])
         reason = (
@@ -99,15 +99,15 @@ def _check_names(config: Config, folder: RunDirectory, after: int) -> None:
 
 
 def origin(config: Config) -> str | None:
-    """What the config names to begin from, as an absolute path. The run's own checkpoints, which keep it, go
-    before it."""
+    """Return the absolute path that the config names to begin from; None if it names none. The run's own
+    checkpoints, which record it, take precedence."""
     named = config.checkpoint.resume
     return None if named in ("auto", "never") else str(Path(named).expanduser().resolve())
 
 
 def _open(paths: Sequence[Path]) -> tuple[Sequence[Path], Directory | None, dict[Path, str]]:
-    """The first of `paths` that can be gone on from, open, with those after it; and those before it, with
-    what is wrong with them."""
+    """Find the first of `paths` that can be gone on from. Returns it and those after it, its open directory,
+    and the reasons against those before it."""
     damaged: dict[Path, str] = {}
     for at, path in enumerate(paths):
         try:
@@ -121,7 +121,7 @@ def _open(paths: Sequence[Path]) -> tuple[Sequence[Path], Directory | None, dict
 
 
 def nothing_to_go_on_from(config: Config, key: str, damages: Iterable[str]) -> Problem:
-    """The problem that no checkpoint of those that `key` names can be read, with the reasons."""
+    """Return the problem that none of the checkpoints that `key` names can be read, with the reasons."""
     reasons = "; ".join(damages)
     if key == "checkpoint.resume":
         fix = (
@@ -136,14 +136,14 @@ def nothing_to_go_on_from(config: Config, key: str, damages: Iterable[str]) -> P
 
 
 def _check_model(config: Config, source: Directory) -> None:
-    """Raises ConfigError where the checkpoint is of another model than the config's."""
+    """Raise ConfigError where the checkpoint is of another model than the config's."""
     tokenizer = config.data.tokenizer or source.path
     try:
         vocabulary = len(load_tokenizer(tokenizer))
     except DataError:
         vocabulary = None
     model = meta_model(config.model, vocabulary)
-    names: dict[int, list[str]] = {}  # several of a tensor that is shared
+    names: dict[int, list[str]] = {}  # all names of a shared tensor
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)

@@ -1,9 +1,9 @@
-"""The checkpoints of `polyreme train`: which one its run begins from, when they are written, which go.
+"""The checkpoints of `polyreme train`: from which one its run begins, when they are written, and which are
+deleted.
 
-Invariant: all ranks begin from the same one, and what is in the folder is changed by rank 0 alone, after
-every rank has what it needs.
-Communication: rank 0 tells where to begin; loading and saving, as `Engine` does it.
-"""
+Invariant: all ranks begin from the same one, and rank 0 alone changes the folder, after every rank has read
+what it needs.
+Communication: rank 0 sends where to begin; loading and saving, as `Engine` does it."""
 
 from __future__ import annotations
 
@@ -27,55 +27,55 @@ from polyreme.files.folder_lock import Claim
 from polyreme.job.resume import Beginning, find_beginning, nothing_to_go_on_from, origin
 
 PATIENCE = 10.0
-"""Seconds that an earlier run gets to leave the folder: one with much memory takes that long to end."""
+"""Seconds that an earlier run gets to leave the folder, as one with much memory takes that long to end."""
 
 
 @dataclass
-class Account:
-    """What a run that goes on has to know of its past beyond the engine's state, kept in its checkpoints."""
+class History:
+    """The history of a run beyond the engine's state, kept in its checkpoints for a resumed run."""
 
     origin: str | None = None
-    """What the config named to begin from; see `resume.origin`."""
+    """The path that the config named to begin from; see `resume.origin`."""
     seconds: float = 0.0
     """Seconds spent in training steps."""
     loss: float = math.nan
-    """The last step's."""
+    """The loss of the last step."""
     first_validation: float | None = None
     last_validation: float | None = None
     bytes_per_token: float | None = None
-    """The loss measured on the validation text."""
+    """The mean bytes of a token of the validation text, by which a loss is converted to bits per byte."""
     best: Sequence[float] | None = None
     """The step with the lowest validation loss, and that loss, where `checkpoint.keep_best` asks for it."""
 
     def measured(self, step: int, loss: float, keep_best: bool) -> None:
-        """Take note of a validation loss."""
+        """Record a validation loss."""
         self.first_validation = loss if self.first_validation is None else self.first_validation
         self.last_validation = loss
         if keep_best and step and loss < (math.inf if self.best is None else self.best[1]):
             self.best = [step, loss]
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> Account:
-        """What a checkpoint's `extra` has of it."""
+    def of(cls, extra: Mapping[str, Any]) -> History:
+        """Return the history in a checkpoint's `extra`."""
         return cls(**{each.name: extra[each.name] for each in fields(cls) if each.name in extra})
 
 
 class Retention:
-    """The checkpoints in the run's folder. `say` is how people hear of them."""
+    """The checkpoints in the run's folder. `say` shows messages to people."""
 
     def __init__(self, config: Config, engine: Engine, tokenizer: Any, say: Callable[[str], None]) -> None:
         self._config, self._engine, self._tokenizer, self._say = config, engine, tokenizer, say
         self._folder = RunDirectory(config.checkpoint.folder)
         self._writing: Path | None = None
         self._claim: Claim | None = None
-        self._account = Account()
-        self._best = self._best_before = self._account.best  # of what was saved, and before that
+        self._history = History()
+        self._best = self._best_before = self._history.best  # the best as last saved, and as saved before
         self._step = 0  # saved last
         self._said: set[str] = set()
 
     def begin(self) -> Beginning:
-        """Where this run, which has the folder to itself from here on, begins, the same on every rank.
-        Nothing is loaded yet.
+        """Claim the folder for this run and decide where the run begins, the same on every rank. Loads
+        nothing yet.
 
         Raises CheckpointError where another run has the folder, ConfigError where it cannot begin, and
         DataError where the text has another tokenizer now."""
@@ -85,11 +85,10 @@ class Retention:
             self._check_tokenizer(Path(beginning.checkpoints[0]))
         return beginning
 
-    def load(self, beginning: Beginning) -> tuple[Account, list[str]]:
-        """Put the engine where the run begins. Returns what is known of its past, and what there is to say of
-        it.
+    def load(self, beginning: Beginning) -> tuple[History, list[str]]:
+        """Load the state where the run begins. Returns its history, and messages about it.
 
-        Raises ConfigError where no checkpoint of it can be read."""
+        Raises ConfigError where no checkpoint can be read."""
         unreadable = dict(beginning.damaged)
         for name in beginning.checkpoints:
             try:
@@ -97,12 +96,12 @@ class Retention:
             except CheckpointError as error:
                 unreadable[name] = str(error)
                 continue
-            account = self._account = Account.of(loaded.extra)
-            account.origin = origin(self._config) or account.origin
+            history = self._history = History.of(loaded.extra)
+            history.origin = origin(self._config) or history.origin
             if not (self._config.checkpoint.keep_best and beginning.same_data and self._is_ours(Path(name))):
-                account.best = None  # not kept, of another text, or in another folder
-            self._best = account.best
-            return account, [
+                history.best = None  # not asked for, of another text, or in another folder
+            self._best = history.best
+            return history, [
                 *self._pass_over(unreadable),
                 *self._resumed(Path(name), beginning),
                 *loaded.notes,
@@ -119,26 +118,25 @@ class Retention:
             f"{', '.join(aside)} in {self._folder.path}, of an "
             "earlier run, will go when the first checkpoint is there"
         )
-        self._account.origin = origin(self._config)
-        return self._account, [later] if aside else []
+        self._history.origin = origin(self._config)
+        return self._history, [later] if aside else []
 
     def save(self, wait: bool = True) -> Path:
         """Write a checkpoint of this step; without `wait`, in the background. Every rank must call. Raises
         CheckpointError."""
         path = self._folder.path / f"step-{self._engine.state.step}"
         self.finish()
-        if self._best != self._account.best:
-            self._best, self._best_before = self._account.best, self._best
+        if self._best != self._history.best:
+            self._best, self._best_before = self._history.best, self._best
         self._say(f"saving {path}")
         self._step = step_of(path)
-        self._engine.save(path, self._tokenizer, extra=asdict(self._account), wait=wait)
+        self._engine.save(path, self._tokenizer, extra=asdict(self._history), wait=wait)
         self._writing = path
         self.settle()
         return path
 
     def finish(self) -> None:
-        """Wait for what is being written in the background. If that fails, it is said, and training goes
-        on."""
+        """Wait for the save in the background. If it failed, say so and let training go on."""
         try:
             self._engine.wait()
         except CheckpointError as error:
@@ -146,17 +144,17 @@ class Retention:
         self.settle()
 
     def failed(self, error: CheckpointError) -> None:
-        """Say that a checkpoint could not be written; those before it are still there."""
+        """Report that a checkpoint could not be written; earlier ones are still there."""
         self._writing = None
         self._say(f"{error}; training goes on")
         if self._best is not None and self._best[0] == self._step:
-            if self._account.best == self._best:
-                self._account.best = self._best_before
+            if self._history.best == self._best:
+                self._history.best = self._best_before
             self._best = self._best_before
 
     def settle(self) -> None:
-        """Point to the checkpoint that is being written, once it is there, and remove those that have to
-        go."""
+        """Once the checkpoint that is being written is complete, point to it, and delete those that are no
+        longer kept."""
         path = self._writing
         if path is None or self._engine.mesh.rank != 0 or not path.is_dir():
             return
@@ -177,7 +175,7 @@ class Retention:
                     self._say(said)
 
     def close(self) -> None:
-        """Leave the folder to another run."""
+        """Release the folder to other runs."""
         if self._claim is not None:
             self._claim.close()
 
@@ -234,7 +232,7 @@ class Retention:
 
 
 def from_rank_0(mesh: Mesh, question: Callable[[], Any]) -> Any:
-    """Rank 0's answer (what JSON can hold), on every rank. Where it raises, so does every rank."""
+    """Return rank 0's answer (what JSON can hold) on every rank. Where it raises, every rank raises."""
     answer, failure = None, None
     try:
         answer = question() if mesh.rank == 0 else None
@@ -243,13 +241,13 @@ def from_rank_0(mesh: Mesh, question: Callable[[], Any]) -> Any:
     problems = (
         [list(vars(each).values()) for each in failure.problems] if isinstance(failure, ConfigError) else None
     )
-    told = mesh.gather_objects(
+    reply = mesh.gather_objects(
         {"answer": answer, "said": failure and f"rank 0: {reason(failure)}", "problems": problems}
     )[0]
     if failure is not None:
         raise failure
-    if told["problems"]:
-        raise ConfigError([Problem(*each) for each in told["problems"]])
-    if told["said"]:
-        raise CheckpointError(told["said"])
-    return told["answer"]
+    if reply["problems"]:
+        raise ConfigError([Problem(*each) for each in reply["problems"]])
+    if reply["said"]:
+        raise CheckpointError(reply["said"])
+    return reply["answer"]

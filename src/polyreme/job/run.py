@@ -2,8 +2,8 @@
 bottom.
 
 Invariants: every rank runs the same loop over the same global batches; rank 0 alone shows, logs, plots and
-decides where the run begins. A run that was ended and gone on with has the numbers of one that was not, on
-the same mesh to the last bit."""
+decides where the run begins. A run that was ended and resumed has the numbers of one that was not, on the
+same mesh to the last bit."""
 
 from __future__ import annotations
 
@@ -33,31 +33,38 @@ from polyreme.config.schema import SCALED
 from polyreme.data import Loader, PackedDataset, TextData, documents, open_text, tokenizer_folder
 from polyreme.distributed.environment import LAUNCHED
 from polyreme.distributed.process_group import close, world
-from polyreme.engine import Engine, StepResult, initialize
+from polyreme.engine import Engine, StepResult
 from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
 from polyreme.files.folder_lock import holder
-from polyreme.job.ended import nothing_to_do, standing
+from polyreme.initialization import initialize
+from polyreme.job import choice
+from polyreme.job.comparison import Comparison
+from polyreme.job.ended import checkpoint_entries, nothing_to_do
 from polyreme.job.ending import command_from, last_words
 from polyreme.job.fit import agreed
 from polyreme.job.resume import Beginning, find_beginning
-from polyreme.job.retention import Account, Retention
+from polyreme.job.retention import History, Retention
 from polyreme.launch.signals import listening
 from polyreme.layout.intervals import round_down
 from polyreme.models import huggingface
 from polyreme.monitor import LOG_NAME, FanOut, Monitor, Record, Run, open_monitors
+from polyreme.placement.opening import Model
+from polyreme.planner.choice import Subject
 from polyreme.planner.flops import count_flops, mfu, peak_flops
 from polyreme.planner.meta_model import divide, expected, meta_model
+from polyreme.planner.shortage import advice_on
+from polyreme.step.memory.out_of_memory import Advise
 from polyreme.step.precision import DTYPES
 
 WRITTEN = (LOG_NAME, "loss.png", LATEST, f"{LATEST}.tmp", RUN_CLAIM, "tensorboard", "wandb", "mlflow.db")
-"""What a run writes in its folder, beside checkpoints."""
+"""Files and folders, other than checkpoints, that a run writes in its folder."""
 WINDOW = 20
-"""Steps over which the rate of tokens is taken."""
+"""Steps over which tokens per second are averaged."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended."""
+    """The result of a run."""
 
     steps: int
     tokens: int
@@ -71,7 +78,7 @@ class Summary:
     log: str | None
     plot: str | None
     stopped: str | None = None
-    """The signal that asked the run to stop before its end; its checkpoint is then where it goes on."""
+    """The signal that asked the run to stop before its end; it then goes on from `checkpoint`."""
     best: str | None = None
     """The checkpoint with the lowest validation loss, where `checkpoint.keep_best` asks for it."""
     best_validation_loss: float | None = None
@@ -79,14 +86,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class _Rate:
-    """What turns tokens per second into FLOP/s and MFU."""
+    """The factors that convert tokens per second to FLOP/s and MFU."""
 
     flops_per_token: float
     peak: float
 
 
 def run(config: Config) -> Summary:
-    """Train as `config` says and return how it ended; every rank of the run calls this.
+    """Train as `config` says and return the result; every rank of the run calls this.
 
     Raises ConfigError, DataError, CheckpointError where another run has the folder, and what `initialize` and
     `Engine.train_step` raise."""
@@ -95,7 +102,7 @@ def run(config: Config) -> Summary:
 
 
 def _plot(config: Config) -> Path | None:
-    """The plot of the run's losses, if the config wants one."""
+    """Draw the plot of the run's losses and return its path, if the config wants one."""
     if not (config.monitor.plot and config.monitor.jsonl):
         return None
     from polyreme.monitor.plot import plot_losses
@@ -106,8 +113,8 @@ def _plot(config: Config) -> Path | None:
 
 
 def _slow_precision(config: Config, device: torch.device, peak: float) -> Iterator[str]:
-    """A note where the processor, with `peak` operations per second in the config's precision, is slower in
-    it than in fp32."""
+    """Yield a note if the processor, with `peak` operations per second in the config's precision, is slower
+    in it than in fp32."""
     low = DTYPES[config.precision.compute].itemsize < 4
     if low and peak < (single := peak_flops(device, torch.float32).flops):
         yield (
@@ -118,7 +125,7 @@ def _slow_precision(config: Config, device: torch.device, peak: float) -> Iterat
 
 
 def _fewer_tokens(config: Config, vocabulary: int) -> Iterator[str]:
-    """A note where the text was too short for the tokenizer that was to be trained on it."""
+    """Yield a note if the text was too short for the tokenizer that was to be trained on it."""
     data = config.data
     if vocabulary < data.vocab_size and tokenizer_folder(data.tokenizer, config.model.path) is None:
         yield (
@@ -129,21 +136,21 @@ def _fewer_tokens(config: Config, vocabulary: int) -> Iterator[str]:
 
 def _run(config: Config, afterwards: ExitStack) -> Summary:
     world_size, rank = world()
-    config = config.resolve(world_size)
+    config = config.settled(world_size)
     check_sources(config)
     huggingface.quiet(rank)
-    _check_model(config)
+    check_model(config)
     check_division(config)
     folder = Path(config.checkpoint.folder)
     if config.monitor.plot:
-        importlib.import_module("polyreme.monitor.plot")  # what is missing is known before training
+        importlib.import_module("polyreme.monitor.plot")  # fails now if matplotlib is missing
     text = open_text(config.data, config.seed, config.model.path)
     vocabulary = len(text.tokenizer)
-    _check_model(config, vocabulary)
-    flops = _flops_per_token(config, vocabulary)
-    _check_lengths(config, text, config.data_parallel)
-    config, fits = agreed(config, vocabulary)
-    engine = initialize(_model(config, vocabulary), config)
+    check_model(config, vocabulary)
+    flops, model = _flops_per_token(config, vocabulary), model_of(config, vocabulary)
+    config, fits, advise = _settled(config, model, text)
+    engine = initialize(model, config)
+    engine.advise = advise
     peak = peak_flops(engine.mesh.device, DTYPES[config.precision.compute]).flops
     rate = None if flops is None else _Rate(flops, peak)
     monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
@@ -154,19 +161,19 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
         close()
         return _finished(config, beginning, rank)
     loader = engine.loader(text.train, workers=config.data.workers)
-    account, notes = retention.load(beginning)
+    history, notes = retention.load(beginning)
     if not beginning.same_data:
         loader.load_state_dict({**loader.state_dict(), "epoch": 0, "sample": 0})
-    account.bytes_per_token = text.validation.bytes_per_token if text.validation is not None else None
+    history.bytes_per_token = text.validation.bytes_per_token if text.validation is not None else None
     monitors.start(_run_info(config, engine, world_size))
-    job = _Loop(config, engine, text, loader, monitors, rate, retention, account)
+    job = _TrainingLoop(config, engine, text, loader, monitors, rate, retention, history)
     try:
         fewer, slow = _fewer_tokens(config, vocabulary), _slow_precision(config, engine.mesh.device, peak)
         for note in (*fits, *fewer, *slow, *notes):
             monitors.message(note)
         if not beginning.checkpoints:
             _show_sample(config, engine, text, monitors, "before training")
-        alone, before = rank == 0 and LAUNCHED not in os.environ, standing(config.checkpoint.folder)
+        alone, before = rank == 0 and LAUNCHED not in os.environ, checkpoint_entries(config.checkpoint.folder)
         with listening(job.ask_to_stop, aloud=alone, last_words=partial(last_words, config, before)):
             job.train()
             if job.stopped is None:
@@ -182,11 +189,22 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     return summary
 
 
+def _settled(config: Config, model: Model, text: TextData) -> tuple[Config, list[str], Advise]:
+    """Return the config with all that it leaves open, messages about that, and what to ask where memory runs
+    out. All ranks must call."""
+    subject = Subject.of(model, config)
+    config, chosen = choice.agreed(config, subject)
+    check_division(config)
+    check_lengths(config, text, config.data_parallel)
+    config, fits = agreed(config, len(text.tokenizer))
+    return config, [*chosen, *fits], advice_on(subject)
+
+
 def finished(config: Config, alone: bool = True) -> Summary | None:
-    """How the run ended that the resolved `config` describes, if it has ended already; which is then said.
-    Raises ConfigError where its checkpoints are of another model, or cannot be gone on from, and
-    CheckpointError where another run has its folder; where this launcher is not `alone`, that may be the same
-    run on another host, and its ranks will see."""
+    """Return the result of the run that the resolved `config` describes, and print it, if the run has ended
+    already. Raises ConfigError where its checkpoints are of another model, or cannot be gone on from, and
+    CheckpointError where another run has its folder. The latter is not checked if this launcher is not
+    `alone`: that run may be the same one on another host, and its ranks will see."""
     beginning = find_beginning(config)
     if beginning.finished:
         return _finished(config, beginning, 0)
@@ -200,15 +218,15 @@ def finished(config: Config, alone: bool = True) -> Summary | None:
 
 def _finished(config: Config, beginning: Beginning, rank: int) -> Summary:
     summary = _summary(
-        config, beginning.steps, beginning.tokens, Account.of(beginning.extra), Path(beginning.checkpoints[0])
+        config, beginning.steps, beginning.tokens, History.of(beginning.extra), Path(beginning.checkpoints[0])
     )
     if rank == 0 and config.monitor.console:
         _say(nothing_to_do(config, summary.checkpoint, summary.steps, summary.tokens, beginning.changes))
     return summary
 
 
-class _Loop:
-    """Steps, validations and checkpoints, each when it is due."""
+class _TrainingLoop:
+    """The training loop: steps, validations and checkpoints, each when it is due."""
 
     def __init__(
         self,
@@ -219,19 +237,20 @@ class _Loop:
         monitors: Monitor,
         rate: _Rate | None,
         retention: Retention,
-        account: Account,
+        history: History,
     ) -> None:
         self._config, self._engine, self._text, self._loader = config, engine, text, loader
-        self._monitors, self._rate, self._retention, self._account = monitors, rate, retention, account
+        self._monitors, self._rate, self._retention, self._history = monitors, rate, retention, history
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._comparison = Comparison(engine)
         self._began = time.perf_counter()
         self._memory: dict[str, int] = {}
         self._asked: str | None = None
         self.stopped: str | None = None
-        """The signal that ended it before `train.length`."""
+        """The signal that ended the run before `train.length`."""
 
     def ask_to_stop(self, number: Signals) -> None:
-        """Have all ranks stop after the step that is being done, or the next."""
+        """Make all ranks stop after the current step, or the next."""
         self._asked = self._asked or number.name
         self._engine.ask_to_stop()
 
@@ -248,7 +267,11 @@ class _Loop:
             every = config.train.validate_every
             if done or (every is not None and every.due(before, after)):
                 validation = self._validate()
+            if result.spike:
+                self._monitors.message(f"step {result.step}: {result.spike}")
             self._record(result, validation, seconds)
+            if (unlike := self._comparison.after(seconds)) is not None:
+                self._monitors.message(unlike)
             validation = None
             if done:
                 return
@@ -257,7 +280,7 @@ class _Loop:
                     name for name in engine.mesh.gather_objects(self._asked) if name is not None
                 )
                 return
-            every, best = config.checkpoint.every, self._account.best
+            every, best = config.checkpoint.every, self._history.best
             if (every is not None and every.due(before, after)) or (best and best[0] == after.steps):
                 self._save()
             self._retention.settle()
@@ -265,29 +288,29 @@ class _Loop:
 
     def _step(self, batch: Any) -> StepResult:
         try:
-            return self._engine.train_step(batch)
+            return self._comparison.train_step(batch)
         except CheckpointError as error:  # the one that is being written failed; the step has not begun
             self._retention.failed(error)
-            return self._engine.train_step(batch)
+            return self._comparison.train_step(batch)
 
     def _save(self) -> None:
         try:
             self._retention.save(wait=not self._config.checkpoint.background)
-        except CheckpointError as error:  # every rank does so
+        except CheckpointError as error:  # on every rank
             self._retention.failed(error)
 
     def _validate(self) -> float | None:
         data = self._text.validation
         if data is None:
             return None
-        loss, account = validate(self._engine, data, self._config), self._account
-        account.measured(self._engine.state.step, loss, self._config.checkpoint.keep_best)
+        loss, history = validate(self._engine, data, self._config), self._history
+        history.measured(self._engine.state.step, loss, self._config.checkpoint.keep_best)
         return loss
 
     def _record(self, result: StepResult, validation: float | None, seconds: float) -> None:
         self._recent.append((result.tokens, seconds))
-        self._account.seconds += seconds
-        self._account.loss = result.loss
+        self._history.seconds += seconds
+        self._history.loss = result.loss
         engine, state = self._engine, self._engine.state
         if not self._memory or (result.step - 1) % self._config.monitor.every == 0:
             self._memory = engine.memory() | peak_memory(engine.mesh.device)
@@ -307,7 +330,7 @@ class _Loop:
                 skipped=result.skipped,
                 loss_scale=result.loss_scale if self._config.precision.compute in SCALED else None,
                 validation_loss=validation,
-                bits_per_byte=_bits(validation, self._account),
+                bits_per_byte=_bits(validation, self._history),
                 flops_per_second=self._rate.flops_per_token * own if self._rate else None,
                 mfu=mfu(self._rate.flops_per_token, own, self._rate.peak) if self._rate else None,
                 memory_bytes=self._memory,
@@ -317,49 +340,50 @@ class _Loop:
 
     def summary(self, checkpoint: Path, plot: Path | None) -> Summary:
         state = self._engine.state
-        return _summary(self._config, state.step, state.tokens, self._account, checkpoint, plot, self.stopped)
+        return _summary(self._config, state.step, state.tokens, self._history, checkpoint, plot, self.stopped)
 
 
 def _summary(
     config: Config,
     steps: int,
     tokens: int,
-    account: Account,
+    history: History,
     checkpoint: Path,
     plot: Path | None = None,
     stopped: str | None = None,
 ) -> Summary:
-    named = checkpoint.with_name(f"step-{int(account.best[0])}") if account.best else None
+    named = checkpoint.with_name(f"step-{int(history.best[0])}") if history.best else None
     best = str(named) if named and named.is_dir() else None  # unless somebody has deleted it
     return Summary(
         steps=steps,
         tokens=tokens,
-        seconds=account.seconds,
-        loss=account.loss,
-        validation_loss=account.last_validation,
-        bits_per_byte=_bits(account.last_validation, account),
-        first_bits_per_byte=_bits(account.first_validation, account),
-        tokens_per_second=tokens / account.seconds if account.seconds else 0.0,
+        seconds=history.seconds,
+        loss=history.loss,
+        validation_loss=history.last_validation,
+        bits_per_byte=_bits(history.last_validation, history),
+        first_bits_per_byte=_bits(history.first_validation, history),
+        tokens_per_second=tokens / history.seconds if history.seconds else 0.0,
         checkpoint=str(checkpoint),
         log=str(Path(config.checkpoint.folder) / LOG_NAME) if config.monitor.jsonl else None,
         plot=None if plot is None else str(plot),
         stopped=stopped,
         best=best,
-        best_validation_loss=account.best[1] if best and account.best else None,
+        best_validation_loss=history.best[1] if best and history.best else None,
     )
 
 
-def _bits(loss: float | None, account: Account) -> float | None:
-    """Bits per byte of the validation text."""
+def _bits(loss: float | None, history: History) -> float | None:
+    """Return the bits per byte of the validation text."""
     return (
         None
-        if loss is None or account.bytes_per_token is None
-        else loss / math.log(2) / account.bytes_per_token
+        if loss is None or history.bytes_per_token is None
+        else loss / math.log(2) / history.bytes_per_token
     )
 
 
 def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
-    """Mean loss, in nats per token, over the first `train.validate_batches` global batches of `data`."""
+    """Return the mean loss, in nats per token, over the first `train.validate_batches` global batches of
+    `data`."""
     ranks = engine.mesh.data.size
     size = min(config.batch.size, round_down(len(data), ranks))
     loader = engine.loader(data, batch_size=size, shuffle=False, epochs=1, workers=0)
@@ -373,8 +397,8 @@ def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
 
 
 def sample(engine: Engine, tokenizer: Any, prompt: str, length: int, seed: int) -> str:
-    """`prompt` continued by `length` tokens, drawn at temperature 0.8 from the 50 likeliest. All ranks must
-    call: where parameters are sharded they gather them together, and draw the same tokens."""
+    """Return `prompt` continued by `length` tokens, drawn at temperature 0.8 from the 50 likeliest. All ranks
+    must call: they gather sharded parameters together, and draw the same tokens."""
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(engine.mesh.device)
     modes = {module: module.training for module in engine.module.modules()}
     engine.module.eval()
@@ -397,8 +421,7 @@ def sample(engine: Engine, tokenizer: Any, prompt: str, length: int, seed: int) 
 
 
 def _say(text: str) -> None:
-    """Print `text`. An output that is closed or full (`| head`) ends no run: from then on what is printed
-    goes nowhere."""
+    """Print `text`. A closed or full output (`| head`) does not end the run: later output is discarded."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -408,15 +431,15 @@ def _say(text: str) -> None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """The most bytes that this process ever used: on the accelerator, or resident in memory."""
+    """Return the most bytes that this process ever used: on the accelerator, or resident in memory."""
     if device.type == "cuda":
         return {"peak_device": torch.cuda.max_memory_allocated(device)}
     return {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def check_sources(config: Config) -> None:
-    """What can be said of the model, the text and the folder before any rank starts. Raises ConfigError and
-    DataError."""
+    """Check the model, the text and the folder as far as possible before any rank starts. Raises ConfigError
+    and DataError."""
     model, data, problems = config.model, config.data, []
     if model.path is None and model.config is None:
         fix = 'set model.path, or model.config = {model_type = "llama", ...}'
@@ -465,22 +488,22 @@ def check_sources(config: Config) -> None:
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Why nothing can be written to `folder`, or made in the nearest folder that is there; all ranks look at
-    once, so none makes it."""
+    """Return why nothing can be written to `folder`, or to its nearest existing parent; None if it can. Does
+    not make the folder, as all ranks check at once."""
     nearest = next((each for each in (folder, *folder.parents) if os.path.lexists(each)), Path())
     try:
         with TemporaryFile(dir=nearest):
             longest = os.pathconf(nearest, "PC_NAME_MAX")
     except OSError as error:
         return f"it cannot be written: {error.strerror or error}"
-    if any(len(os.fsencode(part)) > longest for part in folder.parts):
+    if any(len(os.fsencode(name)) > longest for name in folder.parts):
         return f"it cannot be written: {os.strerror(errno.ENAMETOOLONG)}"
     return None
 
 
-def _check_model(config: Config, vocabulary: int | None = None) -> None:
-    """Whether the model can be built, and takes such texts; without `vocabulary`, what is known before there
-    is a tokenizer."""
+def check_model(config: Config, vocabulary: int | None = None) -> None:
+    """Check that the model can be built, and takes such texts; without `vocabulary`, only as far as is known
+    before there is a tokenizer."""
     model = config.model
     loaded = huggingface.read_config(model.path, model.config, model.trust_remote_code, vocabulary)
     if problems := huggingface.text_problems(model.path, loaded, config.data.sequence, vocabulary):
@@ -488,14 +511,14 @@ def _check_model(config: Config, vocabulary: int | None = None) -> None:
 
 
 def check_division(config: Config) -> None:
-    """Whether the mesh can divide the model. Raises ConfigError for a model that cannot be built, and
+    """Check that the mesh can divide the model. Raises ConfigError for a model that cannot be built, and
     ModelError."""
     if config.mesh.tp * config.mesh.pp > 1 and (model := expected(config.model, config.data)) is not None:
         divide(model, config.mesh, config.pipeline, config.schedule)
 
 
-def _check_lengths(config: Config, text: TextData, dp: int) -> None:
-    """Whether each part of the text, now packed, is enough for one batch."""
+def check_lengths(config: Config, text: TextData, dp: int) -> None:
+    """Check that the packed text to train on, and that to evaluate on, are enough for one batch each."""
     sequence, size = config.data.sequence, config.batch.size
     if len(text.train) < size:
         raise DataError(
@@ -511,16 +534,16 @@ def _check_lengths(config: Config, text: TextData, dp: int) -> None:
         )
 
 
-def _model(config: Config, vocabulary: int) -> Any:
-    """What `initialize` takes: the directory, or a function that builds the model (which is then never built
-    whole)."""
+def model_of(config: Config, vocabulary: int) -> Model:
+    """Return the model as `initialize` takes it: the directory, or a function that builds the model (which is
+    then never built whole)."""
     if config.model.path is not None:
         return config.model.path
     return lambda: huggingface.build(None, config.model.config, vocab_size=vocabulary)
 
 
 def _flops_per_token(config: Config, vocabulary: int) -> float | None:
-    """Flops per token, counted on a model without memory; None where they cannot be counted."""
+    """Return the flops per token, counted on a model without memory; None where they cannot be counted."""
     dtype = DTYPES[config.precision.compute]
     ids = torch.zeros(1, config.data.sequence, dtype=torch.long, device="meta")
     model = meta_model(config.model, vocabulary)
@@ -548,7 +571,7 @@ def _run_info(config: Config, engine: Engine, world_size: int) -> Run:
 
 
 def _last_step(config: Config, engine: Engine) -> int:
-    """Where the run ends, if all samples to come are full."""
+    """Return the step at which the run ends, if all samples to come are full."""
     length, state = config.train.length, engine.state
     rest = max(0.0, length.amount - length.count(state.progress))
     return state.step + config.steps(Duration(amount=rest, unit=length.unit))

@@ -1,1 +1,1 @@
-"""Starting ranks. An edge: no mechanism knows how its process was started."""
+"""Starting ranks. No package below depends on how its process was started."""

@@ -1,8 +1,8 @@
-"""Follows a batch job of Slurm's to its end, as if its ranks ran here.
+"""Follow a batch job of Slurm to its end, as if its ranks ran here.
 
-Invariants: what the job prints is printed once, as it is, also where the job begins again; where this
-process ends without a wish of the user's to end the job (a hang-up, a closed pipe), the job goes on.
-Communication: none. Slurm is asked of the job ever more seldom, as long as nothing changes."""
+Invariants: the job's output is printed once, unchanged, also where the job begins again; where this process
+ends without a request of the user's to end the job (a hang-up, a closed pipe), the job goes on.
+Communication: none. Slurm is asked about the job less and less often, as long as nothing changes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from typing import Any
 
 from polyreme.errors import LaunchError
 from polyreme.launch.frames import OUTPUT, Frame
-from polyreme.launch.manner import RanksFailedError
+from polyreme.launch.options import RanksFailedError
 from polyreme.launch.requests import STOPPED
-from polyreme.launch.signals import WISHES
+from polyreme.launch.signals import SAVE_SIGNALS
 from polyreme.launch.slurm import Job
 from polyreme.launch.streams import Printer
-from polyreme.launch.supervise import Run, Transport, going_on
+from polyreme.launch.supervise import SupervisedRun, Transport, going_on
 
 LOOK = 0.2  # seconds between two looks at what was printed
 SOON, SELDOM = 1.0, 10.0  # seconds between two questions to Slurm, after a change and later
@@ -35,14 +35,15 @@ ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
     "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
 }  # fmt: skip
-"""States of Slurm's in which a job stays."""
+"""Final states of a Slurm job."""
 _APART: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
-"""How its commands run: Ctrl-C is not for them."""
+"""How Slurm's commands run: in a session of their own, so that Ctrl-C does not reach them."""
 
 
 @dataclass(frozen=True)
-class State:
-    """What Slurm says of a job. `status` is its script's, and `number` the signal that ended that, or 0."""
+class JobState:
+    """The state of a job, as Slurm reports it. `status` is the exit status of its script, and `number` the
+    signal that ended the script, or 0."""
 
     name: str
     reason: str = "None"
@@ -57,14 +58,14 @@ class State:
         return self.name in ENDED
 
 
-def read(told: str) -> State:
-    """What `scontrol show job` tells."""
-    # the first of a name is Slurm's: the user's words come later
-    words = dict(reversed([word.split("=", 1) for word in told.split() if "=" in word]))
-    output = re.search(r"^\s*StdOut=(/.*)$", told, re.MULTILINE)
+def read(text: str) -> JobState:
+    """Parse the output of `scontrol show job`."""
+    # a name's first value is Slurm's: the user's words come later
+    words = dict(reversed([word.split("=", 1) for word in text.split() if "=" in word]))
+    output = re.search(r"^\s*StdOut=(/.*)$", text, re.MULTILINE)
     status, _, number = words.get("ExitCode", "0:0").partition(":")
     nodes = words.get("NodeList", "(null)")
-    return State(
+    return JobState(
         words["JobState"],
         words.get("Reason", "None"),
         "" if nodes == "(null)" else nodes,
@@ -76,35 +77,36 @@ def read(told: str) -> State:
 
 
 def follow(job: Job, *, saves: bool = False) -> None:
-    """Print what becomes of a job, and what it prints, until it has ended.
+    """Print a job's states and its output, until it has ended.
 
-    Signals that end a command cancel the job, but for SIGHUP, after which it goes on; of a run that `saves`,
-    SIGTERM and SIGUSR1 are passed on to ranks. Raises RanksFailedError where the job ends otherwise than
-    well, or after a signal; LaunchError where Slurm does not know how it ended."""
-    Following(job, saves).run(WISHES if saves else ())
+    Signals that end a command cancel the job, except SIGHUP, after which it goes on; in a run that `saves`,
+    SIGTERM and SIGUSR1 are passed on to ranks. Raises RanksFailedError where the job does not end well, or
+    after a signal; LaunchError where Slurm does not know how it ended."""
+    Following(job, saves).run(SAVE_SIGNALS if saves else ())
 
 
 class Following(Transport):
-    """A job, and what it prints."""
+    """A job that is followed, and its output."""
 
     leaving = 14.0
     saving = math.inf  # as long as the nodes' launchers wait
+    restarts = True
 
     def __init__(self, job: Job, saves: bool) -> None:
         self._job, self._saves = job, saves
-        self._state = State("PENDING")
+        self._state = JobState("PENDING")
         self._said: set[str] = set()
         self._printer, self._printed = Printer(), 0
         self._question: subprocess.Popen[bytes] | None = None
         self._next, self._interval = 0.0, SOON
         self._began = math.inf
-        """When it was first seen to run."""
+        """The time when it was first seen to run."""
         self._late = math.inf
-        """When no more of what it printed is to be waited for."""
+        """The time after which no more of its output is waited for."""
         self._cancelled = False
 
-    def start(self, run: Run) -> None:
-        pass  # Slurm does
+    def start(self, run: SupervisedRun) -> None:
+        pass  # Slurm starts them
 
     def look(self) -> bool:
         seen = self._print()
@@ -125,7 +127,7 @@ class Following(Transport):
             text = f"the terminal hung up; job {self._job.number} goes on: {self._state.output}"
             raise RanksFailedError(text, 128 + number)
         self._cancelled, self._next = True, 0.0
-        if self._saves:  # it takes SIGTERM, which Slurm sends, as the wish to save; not so after this
+        if self._saves:  # it would take Slurm's SIGTERM as the request to save; not after SIGHUP
             self._cancel("--signal=HUP")
         self._cancel()
 
@@ -135,18 +137,18 @@ class Following(Transport):
             self._question.communicate()
 
     def _say(self, text: str) -> None:
-        """Print a line that is none of the job's; once, as long as its state stays."""
+        """Print a line about the job, once for each of its states."""
         if text not in self._said:
             print(f"job {self._job.number}: {text}", file=sys.stderr, flush=True)
         self._said.add(text)
 
     def _print(self) -> bool:
-        """Print what the job has printed since; whether its file is there."""
+        """Print the job's new output. Returns whether its file is there."""
         if self._state.output is None:
             return False
         try:
-            with self._state.output.open("rb") as file:  # each time: over NFS, that looks at the server's
-                if file.seek(0, os.SEEK_END) < self._printed:  # somebody has emptied it
+            with self._state.output.open("rb") as file:  # opened each time: NFS then asks the server
+                if file.seek(0, os.SEEK_END) < self._printed:  # it was emptied
                     self._printed = 0
                 file.seek(self._printed)
                 data = file.read()
@@ -160,22 +162,22 @@ class Following(Transport):
         return True
 
     def _ask(self) -> None:
-        """Ask Slurm for the job's state when it is time, and heed its answer when it is there."""
+        """Ask Slurm for the job's state when it is time, and process the answer when it is there."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 words = self._job.words("scontrol", "show", "job", self._job.number)
                 self._question = subprocess.Popen(words, stdout=subprocess.PIPE, **_APART)
-        elif self._question.poll() is not None:  # the pipe has room for all of it
-            told, self._question = os.fsdecode(self._question.communicate()[0]), None
-            self._hear(told)
+        elif self._question.poll() is not None:  # the pipe holds the whole answer
+            answer, self._question = os.fsdecode(self._question.communicate()[0]), None
+            self._hear(answer)
             self._next = time.monotonic() + self._interval
             self._interval = SOON if self._cancelled else min(1.1 * self._interval, SELDOM)
 
-    def _hear(self, told: str) -> None:
-        if "JobState=" not in told and "Invalid job id" not in told:
-            self._say(f"Slurm does not answer, and is asked again: {told.strip()}")
+    def _hear(self, answer: str) -> None:
+        if "JobState=" not in answer and "Invalid job id" not in answer:
+            self._say(f"Slurm does not answer, and is asked again: {answer.strip()}")
             return
-        before, self._state = self._state, read(told) if "JobState=" in told else self._accounted()
+        before, self._state = self._state, read(answer) if "JobState=" in answer else self._accounted()
         state = self._state
         if (state.name, state.restarts) != (before.name, before.restarts):
             self._interval = SOON
@@ -188,16 +190,16 @@ class Following(Transport):
         elif not state.ended and state.name != "COMPLETING":
             self._say(f"{state.name} ({state.reason}){again}")
 
-    def _accounted(self) -> State:
-        """The end of a job that the controller has forgotten, as the accounts have it."""
+    def _accounted(self) -> JobState:
+        """Return the end of a job that the controller has forgotten, from the accounting database."""
         form = ["--allocations", "--noheader", "--parsable2", "--format=State,ExitCode,NodeList"]
-        told = _run(self._job.words("sacct", f"--jobs={self._job.number}", *form))
-        found = re.match(r"(\w+)[^|]*\|(\d+):(\d+)\|(.*)", told)
+        answer = _run(self._job.words("sacct", f"--jobs={self._job.number}", *form))
+        found = re.match(r"(\w+)[^|]*\|(\d+):(\d+)\|(.*)", answer)
         if found is None or found[1] not in ENDED:
             self._print()
             raise LaunchError(
                 f"Slurm does not know job {self._job.number} any more, nor do its accounts say how it ended "
-                f"({told.strip()}); see {self._state.output or 'what it printed'}"
+                f"({answer.strip()}); see {self._state.output or 'what it printed'}"
             )
         nodes = "" if found[4] == "None assigned" else found[4]
         return dataclasses.replace(
@@ -212,7 +214,7 @@ class Following(Transport):
         more = "has ended" if self._state.ended else "is cancelled, but has not ended yet, as Slurm says"
         return f"job {self._job.number} {more}"
 
-    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
+    def failure(self, save_signal: signal.Signals | None) -> RanksFailedError | None:
         state = self._state
         if self._saves and state.status == STOPPED:
             return going_on()
@@ -226,7 +228,7 @@ class Following(Transport):
 
 
 def _run(words: list[str]) -> str:
-    """What a command prints, or why it does not run."""
+    """Return the output of a command, or the reason why it does not run."""
     try:
         done = subprocess.run(words, stdout=subprocess.PIPE, timeout=ANSWER, check=False, **_APART)
     except (OSError, subprocess.TimeoutExpired) as error:

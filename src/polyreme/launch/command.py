@@ -1,9 +1,10 @@
-"""Ranks that another launcher's command starts (mpirun, srun): it has them end, and shows what they print.
+"""Ranks that another launcher's command starts (mpirun, srun): ends them through the command, and shows their
+output.
 
-Invariants: a command that was closed has ended, and none outlives this process.
-Where a rank has told that it failed, the command has `grace` to end the others: mpirun has no deadline where
-a host does not answer.
-Communication: none of ours, but words of ranks that end among what they write to stderr."""
+Invariants: a command that was closed has ended, and none outlives this process. Where a rank has reported a
+failure, the command has `grace` seconds to end the others: mpirun has no deadline where a host does not
+answer.
+Communication: none of ours, but reports of ranks that end, in the stream that they write to stderr."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from polyreme.launch.manner import RanksFailedError
+from polyreme.launch.options import RanksFailedError
 from polyreme.launch.processes import die_with_parent
 from polyreme.launch.requests import ENDS, STOPPED
-from polyreme.launch.supervise import Run, Transport, going_on
+from polyreme.launch.supervise import SupervisedRun, Transport, going_on
 
 _WORD = re.compile(ENDS.format(r"(\d+)", "([^\0]*)").encode())
 _BEGINS = ENDS.partition("{")[0].encode()
-LONGEST = 8192  # bytes of such a word
+LONGEST = 8192  # most bytes of a report
 
 
 class Command(Transport):
-    """The command `words`, with these variables more, which messages call `name`.
+    """A command that starts ranks: its `words`, variables to add, and the `name` for messages.
 
-    Ctrl-C ends it as SIGTERM unless it `interrupts` its ranks itself; wishes to save go to it as SIGUSR1,
-    and where it `saves`, ranks that end with STOPPED are to go on. It has failed where it ends with a status
-    other than 0, or by a signal, or before so many `ranks` have told that they ended."""
+    Ctrl-C ends it as SIGTERM does, unless it `interrupts` its ranks itself. Requests to save reach it as
+    SIGUSR1, and where it `saves`, ranks that end with STOPPED are to go on. It has failed where it ends with
+    a status other than 0, or by a signal, or before `ranks` ranks have reported their end."""
 
     grace = 5.0
 
@@ -49,17 +50,17 @@ class Command(Transport):
     ) -> None:
         self._name, self._words, self._variables = name, words, variables
         self._ranks, self._saves, self._interrupts = ranks, saves, interrupts
-        self._told: list[tuple[int, str]] = []  # the status with which each rank ended, and of its failure
+        self._reports: list[tuple[int, str]] = []  # exit status and failure of each ended rank
         self._process: subprocess.Popen[bytes] | None = None
         self._hung = False
 
-    def start(self, run: Run) -> None:
+    def start(self, run: SupervisedRun) -> None:
         self._process = subprocess.Popen(
             self._words, env={**os.environ, **self._variables}, stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE, start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
-        self._relay = threading.Thread(target=_relay, args=(self._process, self._told), daemon=True)
+        self._relay = threading.Thread(target=_relay, args=(self._process, self._reports), daemon=True)
         self._relay.start()
 
     def look(self) -> bool:
@@ -68,7 +69,7 @@ class Command(Transport):
         return self._process.poll() is not None
 
     def failing(self) -> bool:
-        return any(status not in (0, STOPPED) for status, _ in self._told)
+        return any(status not in (0, STOPPED) for status, _ in self._reports)
 
     def save(self, number: int) -> bool:
         assert self._process is not None
@@ -92,15 +93,15 @@ class Command(Transport):
     def stopped(self) -> str:
         return f"{self._name} has ended"
 
-    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
+    def failure(self, save_signal: signal.Signals | None) -> RanksFailedError | None:
         assert self._process is not None
         code = self._process.returncode
-        failed = [each for each in self._told if each[0] not in (0, STOPPED)]
-        stops = any(status == STOPPED for status, _ in self._told)
-        kept = code == 0 and stops and len(self._told) == self._ranks  # MPICH 4.0.2 can lose it
+        failed = [each for each in self._reports if each[0] not in (0, STOPPED)]
+        stops = any(status == STOPPED for status, _ in self._reports)
+        kept = code == 0 and stops and len(self._reports) == self._ranks  # MPICH 4.0.2 can lose the status
         if self._saves and not failed and (code == STOPPED or kept):
             return going_on()
-        missing = self._ranks - len(self._told)
+        missing = self._ranks - len(self._reports)
         if not code and not failed and missing <= 0:
             return None
         how = f"ended with status {code}"
@@ -114,15 +115,15 @@ class Command(Transport):
         return RanksFailedError(f"{self._name} {how}: {said}", status)
 
 
-def _relay(process: subprocess.Popen[bytes], told: list[tuple[int, str]]) -> None:
-    """Show what comes on the command's stderr, and take the words of ranks that end out of it."""
+def _relay(process: subprocess.Popen[bytes], reports: list[tuple[int, str]]) -> None:
+    """Show what the command writes to stderr, and take the reports of ranks that end out of it."""
     assert process.stderr is not None
     held = b""
     while data := os.read(process.stderr.fileno(), 65536):
         held += data
-        told += [(int(status), _report(said)) for status, said in _WORD.findall(held)]
+        reports += [(int(status), _report(said)) for status, said in _WORD.findall(held)]
         held = _WORD.sub(b"", held)
-        begun = held.rfind(b"\0", -LONGEST)  # a word that has not come whole
+        begun = held.rfind(b"\0", -LONGEST)  # an incomplete report
         if begun >= 0 and not held.startswith(_BEGINS[: len(held) - begun], begun):
             begun = -1
         shown, held = (held, b"") if begun < 0 else (held[:begun], held[begun:])
@@ -131,7 +132,7 @@ def _relay(process: subprocess.Popen[bytes], told: list[tuple[int, str]]) -> Non
 
 
 def _report(said: bytes) -> str:
-    """What a rank said of its failure, of which other output may have torn the middle."""
+    """Return the text of a rank's report; empty where other output has torn it apart."""
     try:
         return str(json.loads(said))
     except ValueError:

@@ -1,7 +1,7 @@
-"""What the launcher of several hosts and the process that it starts on each of them say to each other.
+"""The messages between the launcher of several hosts and the process that it starts on each of them.
 
-To the host go lines of JSON; from it come frames, of a kind, a rank and bytes, after MARK: whatever a login
-prints before it is not ours. Invariant: a frame is whole or raises EOFError."""
+To the host go lines of JSON. From it come frames, each of a kind, a rank and bytes, after MARK: what a login
+prints before it is ignored. Invariant: a frame is whole or raises EOFError."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 MARK = b"\0polyreme 1\n"
-TOLD, OUTPUT, ERRORS = range(3)
-"""Kinds: an object in JSON; what a rank wrote to stdout, and to stderr."""
+MESSAGE, OUTPUT, ERRORS = range(3)
+"""Kinds of frames: a message in JSON; a rank's stdout, and its stderr."""
 _HEAD = struct.Struct(">BII")
 LONGEST = 2**24
-"""Bytes of a frame."""
+"""Most bytes of a frame."""
 
 
 class Frame(NamedTuple):
-    """`rank` counts among all hosts' (0 for TOLD)."""
+    """A message, or output of a rank. `rank` is global, and 0 for a MESSAGE."""
 
     kind: int
     rank: int
@@ -27,12 +27,12 @@ class Frame(NamedTuple):
 
 
 def pack(frame: Frame) -> bytes:
-    """The frame's bytes."""
+    """Return the frame's bytes."""
     return _HEAD.pack(frame.kind, frame.rank, len(frame.data)) + frame.data
 
 
 def unpack(stream: BinaryIO) -> Frame:
-    """The next frame. Raises EOFError where there is none, or none of ours."""
+    """Read the next frame. Raises EOFError where there is none, or other data."""
     kind, rank, length = _HEAD.unpack(_exactly(stream, _HEAD.size))
     if kind > ERRORS or length > LONGEST:
         raise EOFError
@@ -40,8 +40,8 @@ def unpack(stream: BinaryIO) -> Frame:
 
 
 def find_mark(stream: BinaryIO) -> bytes:
-    """Read up to the end of MARK; returns what came before it. Raises EOFError, with what came, where there
-    is none."""
+    """Read up to the end of MARK, and return what came before it. Raises EOFError with that where there is no
+    mark."""
     before = b""
     while not before.endswith(MARK):
         byte = stream.read(1)
@@ -51,13 +51,13 @@ def find_mark(stream: BinaryIO) -> bytes:
     return before.removesuffix(MARK)
 
 
-def told(**what: Any) -> Frame:
-    """A frame of an object."""
-    return Frame(TOLD, 0, json.dumps(what).encode())
+def message(**what: Any) -> Frame:
+    """Return a MESSAGE frame with this object as JSON."""
+    return Frame(MESSAGE, 0, json.dumps(what).encode())
 
 
 def line(what: Mapping[str, Any]) -> bytes:
-    """An object as a line."""
+    """Return an object as a line of JSON."""
     return json.dumps(what).encode() + b"\n"
 
 

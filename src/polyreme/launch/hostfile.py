@@ -1,7 +1,7 @@
-"""Hosts and slots: hostfiles in DeepSpeed's syntax, and what is left of them when only some are asked for.
+"""Hosts and slots: hostfiles in DeepSpeed's syntax, and filters that keep some of their hosts and slots.
 
 A pool is {host: number of slots}; active slots are {host: [slot, ...]}, both in the hostfile's order. No
-network, but for `is_this_machine`, which may ask what a name's address is."""
+network, except that `is_this_machine` may resolve a name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from polyreme.errors import LaunchError, shortened
 Pool = Mapping[str, int]
 Active = Mapping[str, list[int]]
 MOST = 4096
-"""Slots of a host: more are a mistake."""
+"""Most slots of a host; more are a mistake."""
 SHOWN = 50
-"""Wrong lines that an error lists."""
+"""Most wrong lines that an error lists."""
 
 
 class ResourceError(LaunchError, ValueError):
-    """Hosts or slots that are not there, or that are asked for in a way that cannot be."""
+    """Hosts or slots that do not exist, or that cannot be asked for in this way."""
 
     exit_status = 2
 
@@ -37,7 +37,7 @@ def find_login(hosts: Iterable[str], ssh: Sequence[str]) -> None:
 
 
 def read(path: Path) -> Pool:
-    """The pool that a file of lines `HOST slots=N` describes.
+    """Return the pool that a file of lines `HOST slots=N` describes.
 
     Raises ResourceError where it cannot be read, and as `parse_hostfile`."""
     try:
@@ -50,10 +50,10 @@ def read(path: Path) -> Pool:
 
 
 def parse_hostfile(hostfile_lines: Iterable[str]) -> Pool:
-    """The pool of such lines; empty ones, and those that begin with #, say nothing.
+    """Return the pool of such lines; empty ones, and those that begin with #, are skipped.
 
-    Raises ResourceError with all lines of another form, and hosts that are there twice or have no slots, by
-    their numbers; or where there is no host at all."""
+    Raises ResourceError with the number of each line that has another form, repeats a host or gives it no
+    slots; or where there is no host at all."""
     pool: OrderedDict[str, int] = OrderedDict()
     lines: dict[str, int] = {}
     problems = []
@@ -89,12 +89,13 @@ def parse_hostfile(hostfile_lines: Iterable[str]) -> Pool:
 
 
 def _unbracketed(host: str) -> str:
-    """An IPv6 address, perhaps after USER@, as ssh and sockets take it."""
+    """Return an IPv6 address, perhaps after USER@, without brackets, as ssh and sockets take it."""
     return re.sub(r"^(.*@)?\[([^\[\]]*)\]$", r"\1\2", host)
 
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
-    """Host and slots of `HOST[:SLOT,...]`; no slots where it names none. An IPv6 address is in brackets."""
+    """Return host and slots of `HOST[:SLOT,...]`; no slots where it names none. An IPv6 address is in
+    brackets."""
     address, bracket, rest = node_config.rpartition("]")
     host, *slots = rest.split(":")
     host = _unbracketed(address + bracket + host)
@@ -105,7 +106,7 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
 
 
 def parse_node_config_list(node_configs: str) -> dict[str, list[int]]:
-    """Slots of each host of `HOST[:SLOT,...]@HOST...`, sorted."""
+    """Return the slots of each host of `HOST[:SLOT,...]@HOST...`, sorted."""
     found: dict[str, set[int]] = {}
     for each in node_configs.split("@"):
         if each.rpartition("]")[2].count(":") > 1:
@@ -119,10 +120,11 @@ def parse_node_config_list(node_configs: str) -> dict[str, list[int]]:
 
 
 def parse_resource_filter(host_info: Active, include_str: str = "", exclude_str: str = "") -> Active:
-    """What is left of `host_info` when only what `include_str` names is taken, or all but what `exclude_str`
-    names. Both are `HOST[:SLOT,...]@...`; a host without slots stands for all of its own.
+    """Return the hosts and slots of `host_info` that `include_str` names, or all but those that `exclude_str`
+    names.
+    Both are `HOST[:SLOT,...]@...`; a host without slots stands for all of its own.
 
-    Raises ResourceError where both are given, or where a host or a slot is not there."""
+    Raises ResourceError where both are given, or where a host or a slot does not exist."""
     if include_str and exclude_str:
         raise ResourceError("include and exclude are both given; one says all: leave the other out")
     if not include_str and not exclude_str:
@@ -132,12 +134,12 @@ def parse_resource_filter(host_info: Active, include_str: str = "", exclude_str:
         if host not in host_info:
             users = "; a USER@ of it cannot be named here: move it to ~/.ssh/config" * ("@" in str(host_info))
             raise ResourceError(
-                f"Hostname '{host}' not found in hostfile, which has {', '.join(host_info)}{users}"
+                f"the host {host!r} is not there to choose: name one of {', '.join(host_info)}{users}"
             )
         for slot in slots:
             if slot not in host_info[host]:
                 raise ResourceError(
-                    f"No slot '{slot}' specified on host '{host}', which has {host_info[host]}"
+                    f"the slot {slot} of {host!r} is not there to choose: name some of {host_info[host]}"
                 )
     left = OrderedDict()
     for host, there in host_info.items():
@@ -155,13 +157,13 @@ def parse_inclusion_exclusion(resource_pool: Pool, inclusion: str, exclusion: st
 
 
 def apply_num_nodes_and_gpus(active_resources: Active, num_nodes: int, num_gpus: int) -> Active:
-    """The first `num_nodes` hosts, with slots 0 to `num_gpus` - 1 of each; either is 0 or less for all."""
+    """Return the first `num_nodes` hosts, with slots 0 to `num_gpus` - 1 of each; 0 or less means all."""
     hosts = list(active_resources.items())[: num_nodes if num_nodes > 0 else None]
     return OrderedDict((host, list(range(num_gpus)) if num_gpus > 0 else slots) for host, slots in hosts)
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether `host`, a name or an address, is of this machine."""
+    """Return whether `host`, a name or an address, is of this machine."""
     if host in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
         return True
     try:
@@ -172,7 +174,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _has_address(family: int, address: Sequence[Any]) -> bool:
-    """Only a machine's own address can be bound to."""
+    """Return whether this machine can bind to an address, as only its own can be bound to."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(tuple(address))

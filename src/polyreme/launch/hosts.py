@@ -1,8 +1,8 @@
-"""Which of several launchers this is, one on each host, and where they meet before they start ranks: in the
-store that the first of them keeps. A launcher that is the only one meets itself.
+"""The launchers of a run, one on each host: which of them this is, and where they meet before they start
+ranks, in a store that the first of them keeps. A launcher that is the only one meets itself.
 
-Invariants: nothing listens but at loopback, or at the address that all hosts were told. A launcher that is
-started again never takes part in a meeting that is over: it waits for the next one."""
+Invariants: nothing listens but at loopback, or at the address that all hosts were given. A launcher that is
+started again never joins a rendezvous that is over: it waits for the next one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from polyreme.distributed.environment import (
     Environment,
     detect,
 )
-from polyreme.distributed.meeting import apart, greet, listen, serve
+from polyreme.distributed.rendezvous import apart, greet, listen, serve
 from polyreme.errors import LaunchError, TransportError
 from polyreme.launch.peers import Peers
 
 PATIENCE = 10 * 60.0  # seconds for all hosts to come: some still fetch an image
-LAST_CALL = 10.0  # seconds after the last that came in which more may come, where fewer are enough
+LAST_CALL = 10.0  # seconds after the last arrival, where fewer hosts are enough
 ANSWER = 60.0  # seconds for the first host to answer
 POLL = 0.1
 OVER, WAITING = "over", "waiting"
@@ -52,8 +52,8 @@ class Hosts:
 
 
 def hosts(variables: Mapping[str, str] = os.environ) -> Hosts | None:
-    """The place of a launcher that is the only task of a Slurm step on each of several nodes, or the program
-    of each pod of a Job; None where there are no others.
+    """Return the place of a launcher that is the only task of a Slurm step on each of several nodes, or the
+    program of each pod of a Job; None where there are no other launchers.
 
     Raises LaunchError where it is one of several on this host, or of a launcher that does not say where they
     meet, and what `detect` raises."""
@@ -75,22 +75,23 @@ def hosts(variables: Mapping[str, str] = os.environ) -> Hosts | None:
     return Hosts(environment.rank, int(least), environment.world_size, environment.address)
 
 
-def started_by(variables: Mapping[str, str] = os.environ) -> str | None:
-    """What started this launcher on this host alone or on several (srun, Indexed Job, mpirun); None of a
-    shell. Raises what `detect` raises."""
-    name = _of_launcher(variables).name
+def started_by() -> str | None:
+    """Return the name of the launcher that started this one (srun, Indexed Job, mpirun); None if a shell did.
+    Raises what `detect` raises."""
+    name = _of_launcher(os.environ).name
     return None if name in (NONE, TORCHRUN) else name.partition(" (")[0]
 
 
 def _of_launcher(variables: Mapping[str, str]) -> Environment:
-    """The environment of a process that starts the ranks of its pod itself."""
+    """Return the environment of a process that starts the ranks of its pod itself."""
     return detect({name: value for name, value in variables.items() if name != RANKS_PER_POD})
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a launcher among those that have met: its number of how many; the number of its first rank
-    and of how many; their store, which ranks use, too, and its address; a name that no other run has."""
+    """The place of a launcher among those that have met: its number and their count; the number of its first
+    rank, and the world size; their store, which ranks use, too, and its address; a name that no other run
+    has."""
 
     index: int
     count: int
@@ -100,16 +101,16 @@ class Place:
     address: tuple[str, int]
     run_id: str
     peers: Peers | None = None
-    """The other hosts' launchers, where they are watched."""
+    """The other hosts' launchers, where they watch each other."""
 
     def somebody_waits(self) -> bool:
-        """Whether another host would join, if the run were to meet anew."""
+        """Return whether another host would join, if the run were to meet again."""
         return self.index == 0 and self.store.check([WAITING])
 
 
 def alone(ports: Sequence[int], ranks: int) -> Place:
-    """The meeting of a launcher with itself, at the first of `ports` that is free: its store listens on
-    loopback, torch's anywhere."""
+    """Return the place of a single launcher, whose store listens on loopback at the first of `ports` that is
+    free. torch's own store would listen on all interfaces."""
     for port in ports:
         try:
             listener = socket.create_server((LOOPBACK, port))
@@ -124,11 +125,11 @@ def alone(ports: Sequence[int], ranks: int) -> Place:
     )
 
 
-class Meeting:
-    """The meeting of the launchers of several hosts, in the order of their indices.
+class Rendezvous:
+    """The rendezvous of the launchers of several hosts, in the order of their indices.
 
-    Where fewer than `hosts.most` are enough, those begin that are there LAST_CALL after the last came. From
-    then on they watch each other, if `watched`."""
+    Where fewer than `hosts.most` are enough, it ends LAST_CALL seconds after the last one came. If `watched`,
+    the launchers watch each other from then on."""
 
     def __init__(self, hosts: Hosts, patience: float = PATIENCE, watched: bool = False) -> None:
         self._hosts, self._patience, self._watched = hosts, patience, watched
@@ -137,8 +138,8 @@ class Meeting:
         self._store: TCPStore | None = None
 
     def meet(self, ranks: int) -> Place:
-        """Wait for the others; `ranks` are to start here. Raises LaunchError, with who has not come, where
-        fewer than `hosts.least` are there in `patience` seconds."""
+        """Wait for the others; `ranks` are to start here. Raises LaunchError, naming the missing hosts, where
+        fewer than `hosts.least` are there within `patience` seconds."""
         self._word = f"{self._run_id} {ranks}"
         members = self._receive() if self._hosts.index == 0 else self._join()
         assert self._store is not None
@@ -150,7 +151,7 @@ class Meeting:
         return Place(index, count, first, sum(counts), self._store, address, self._run_id, peers)
 
     def _receive(self) -> list[tuple[int, str]]:
-        """Wait for the other hosts, on the first one, and tell them who takes part."""
+        """Wait on the first host for the others, and publish who takes part."""
         self._store = store = self._open()
         here: dict[int, str] = {0: self._word}
         began = came = time.monotonic()
@@ -170,14 +171,14 @@ class Meeting:
                     "look at what they print, and whether they reach that address"
                 )
             time.sleep(POLL)
-        # one that was started again meanwhile has another name by now
+        # a host that was started again meanwhile has a new word
         members = [(i, store.get(f"here/{i}").decode() if i else self._word) for i in sorted(here)]
         store.set(OVER, json.dumps(members))
         return members
 
     def _open(self) -> TCPStore:
-        """The store, at the address that all were told: a pod's name is known only some seconds after it was
-        started."""
+        """Open the store at the address of the first host, with retries: a pod's name resolves only some
+        seconds after it was started."""
         environment = Environment("launcher", 0, self._hosts.most, 0, 1, self._hosts.address)
         for problem in self._attempts():
             try:
@@ -189,7 +190,7 @@ class Meeting:
         raise LaunchError(f"this is the first of {self._hosts.most} hosts: {problem[-1]}")
 
     def _join(self) -> list[tuple[int, str]]:
-        """Wait, on another host, until the first one says who takes part."""
+        """Wait on another host until the first one publishes who takes part."""
         address, port = self._hosts.address
         for problem in self._attempts():
             try:
@@ -199,10 +200,10 @@ class Meeting:
                 if not self._is_over(store):
                     apart(partial(store.set, f"here/{self._hosts.index}", self._word), ANSWER)
                     problem.append("not all hosts came")
-                    while not self._is_over(store):  # the first one has patience of its own
+                    while not self._is_over(store):  # the first host has its own time limit
                         time.sleep(POLL)
-                told = apart(partial(store.get, OVER), ANSWER)
-                members = [(index, name) for index, name in json.loads(told)]
+                published = apart(partial(store.get, OVER), ANSWER)
+                members = [(index, name) for index, name in json.loads(published)]
                 if (self._hosts.index, self._word) in members:
                     self._store = store
                     return members
@@ -220,8 +221,8 @@ class Meeting:
         return apart(partial(store.check, [OVER]), ANSWER)
 
     def _attempts(self) -> Iterator[list[object]]:
-        """What went wrong so far, again and again until patience ends. A host that is one too many for now
-        has no end of it."""
+        """Yield for each attempt the list of problems so far, until `patience` seconds are over. A host
+        beyond `hosts.least` tries for ever."""
         problem: list[object] = []
         deadline = time.monotonic() + self._patience
         spare = self._hosts.index >= self._hosts.least

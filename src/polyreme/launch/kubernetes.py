@@ -1,7 +1,6 @@
-"""Writes the manifests that run ranks in pods, and hands them to a cluster.
+"""Write the manifests that run ranks in pods, and submit them to a cluster.
 
-`manifests` is a function of what was asked for, and speaks to no cluster.
-Communication: none."""
+`manifests` depends only on the request, and contacts no cluster. Communication: none."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from polyreme.launch.strategic_merge import patched
 
 SAVED = "checkpoint.folder"
 GONE = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
-"""Volumes that end with their pod, or are no folders to write to."""
+"""Kinds of volumes that end with their pod, or that cannot be written to."""
 
 
 def manifests(request: Request) -> list[Manifest]:
-    """What `kubectl apply` takes. Raises RequestError with all that is wrong with `request`."""
+    """Return the manifests for `kubectl apply`. Raises RequestError with all problems of `request`."""
     problems = list(request_problems(request))
     documents: list[Manifest] = []
     if not problems:
@@ -38,7 +37,7 @@ def manifests(request: Request) -> list[Manifest]:
 
 
 def _folder_problems(request: Request, documents: Sequence[Manifest]) -> Iterator[Problem]:
-    """Folders to which a run cannot write, or whose files it would not find again."""
+    """Yield the folders to which a run cannot write, or whose files it would not find again."""
     [pod, *_] = _pods(documents)
     volumes = {each["name"]: each for each in pod.get("volumes", ())}
     mounts = {
@@ -63,7 +62,7 @@ def _folder_problems(request: Request, documents: Sequence[Manifest]) -> Iterato
 
 
 def _pods(node: Any) -> Iterator[Manifest]:
-    """The specs of pods in a manifest, or a part of one."""
+    """Yield the specs of pods within a manifest."""
     if isinstance(node, dict) and "containers" in node:
         yield node
     elif isinstance(node, dict | list):
@@ -72,12 +71,13 @@ def _pods(node: Any) -> Iterator[Manifest]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes also what kubectl's reader, but not Python's, takes for a number or a truth: 1e-3, 08, y. Writes
-    texts of several lines as such, and what is there twice twice."""
+    """Dumps YAML for kubectl. Quotes strings that kubectl's reader, but not Python's, takes for a number or a
+    boolean: 1e-3, 08, y. Writes texts of several lines as blocks, and repeats objects instead of referring to
+    them."""
 
     def analyze_scalar(self, scalar: str) -> Any:
         found = super().analyze_scalar(scalar)
-        if "\n" in scalar:  # which may end in blanks, and have tabs
+        if "\n" in scalar:  # also with tabs, and blanks at ends of lines
             found.allow_block = super().analyze_scalar(re.sub("[ \t]", "", scalar)).allow_block
         return found
 
@@ -98,7 +98,7 @@ _Dumper.add_representer(
 
 
 def text(documents: Iterable[Manifest]) -> str:
-    """The manifests as YAML."""
+    """Return the manifests as YAML."""
     listed = list(documents)
 
     def written(as_it_is: bool) -> str:
@@ -107,12 +107,12 @@ def text(documents: Iterable[Manifest]) -> str:
         )
         return dumped
 
-    # those would be read as ends of lines
+    # YAML reads these as ends of lines
     return found if not re.search("[\x85\u2028\u2029]", found := written(True)) else written(False)
 
 
 def apply(documents: Iterable[Manifest]) -> str:
-    """Hand the manifests to the cluster that kubectl speaks to, and return what it says.
+    """Hand the manifests to the cluster of kubectl, and return its output.
 
     Raises LaunchError where there is no kubectl, or where it fails."""
     try:

@@ -1,7 +1,7 @@
-"""What the system allows a process, of which libraries speak in tracebacks.
+"""Limits that the system sets for a process, which libraries report only as tracebacks.
 
-Invariant: what is too little to begin with is said before anything is imported; what ends a process later is
-named with what to set."""
+Invariant: a limit too low to begin with is reported before anything is imported; one that ends a process
+later is named, with the value to set."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from polyreme.errors import LaunchError
 
 FILES, ADDRESSES = 64, 5 << 28
-"""Open files, and bytes of addresses, that a rank needs to begin."""
+"""Open files, and bytes of address space, that a rank needs to begin."""
 MOST_FILES = 1 << 16
 NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "bad_alloc", "failed to map segment",
              "not enough memory", "can't start new thread", "mmap can't allocate")  # fmt: skip
 
 
 def check() -> None:
-    """Allow this process, and those that it starts, as many open files as it may have. Raises LaunchError
-    where it may have too little of anything."""
+    """Raise the limit of open files of this process, and those that it starts, as far as allowed. Raises
+    LaunchError where any limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if 0 <= soft < most:
@@ -42,7 +42,7 @@ def check() -> None:
 
 
 def named(error: BaseException) -> LaunchError | None:
-    """The limit that `error` comes of, if it does, and what to set."""
+    """Return an error that names the limit which caused `error`, and what to set; None if no limit did."""
     for each in _chain(error):
         said = str(each).lower()
         if isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE):
@@ -61,7 +61,7 @@ def named(error: BaseException) -> LaunchError | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it came of."""
+    """Yield an error, and its causes."""
     for _ in range(20):
         if error is None:
             return

@@ -1,8 +1,9 @@
 """The ranks of this host: their processes, which of them failed first and why, and what launchers on other
-hosts tell of theirs.
+hosts report of theirs.
 
 Invariants: every rank is in a session of its own, with what it starts, and has ended when `Local` is closed.
-Communication: where launchers of several hosts meet (`hosts`), and what they tell each other (`peers`)."""
+Communication: where launchers of several hosts meet (`hosts`), and what they report to each other
+(`peers`)."""
 
 from __future__ import annotations
 
@@ -24,23 +25,23 @@ from polyreme.errors import ConfigError, LaunchError
 from polyreme.files.machine import killed_for_memory
 from polyreme.launch.frames import ERRORS, OUTPUT
 from polyreme.launch.hosts import Place
-from polyreme.launch.manner import PATIENCE, Manner, RanksFailedError
+from polyreme.launch.options import PATIENCE, LaunchOptions, RanksFailedError
 from polyreme.launch.peers import LINGER, Peers
 from polyreme.launch.processes import signal_group
 from polyreme.launch.requests import STOPPED
 from polyreme.launch.signals import acknowledge, listens
 from polyreme.launch.streams import Pipes
-from polyreme.launch.supervise import Run, Transport, going_on, stopped_by
+from polyreme.launch.supervise import SupervisedRun, Transport, going_on, stopped_by
 
 POLL = 0.1  # seconds between looks at the ranks
 KILLED = "was ended by SIGKILL"
-SHOWN = 3  # ranks that failed later, of which a report says why
+SHOWN = 3  # later failures whose reason a report gives
 
 
 class Local(Transport):
-    """One process for each of `commands`, with these variables beside a rank's own. In `folder` they leave
-    their last words. `meet` has them meet, of how many there are here. At `wishes` they save. `failing` is
-    told of the first failure, as `polyreme.launch.torchrun.launch` says."""
+    """A process for each of `commands`, with `variables` in addition to a rank's own. Error files go to
+    `folder`. `meet` joins the other hosts, given the number of ranks here. `save_signals` ask ranks to save.
+    `failing` is called at the first failure, as `polyreme.launch.torchrun.launch` says."""
 
     leaving = PATIENCE
 
@@ -50,29 +51,29 @@ class Local(Transport):
         variables: Mapping[str, str],
         folder: Path,
         meet: Callable[[int], Place],
-        manner: Manner,
-        wishes: Collection[int],
+        options: LaunchOptions,
+        save_signals: Collection[int],
         failing: Callable[[bool], None] | None,
     ) -> None:
         self._commands, self._variables = commands, variables
-        self._meet, self._manner, self._wishes, self._tell = meet, manner, wishes, failing
+        self._meet, self._options, self._save_signals, self._tell = meet, options, save_signals, failing
         self._errors = [folder / str(local) / "error.json" for local in range(len(commands))]
         self._processes: list[Popen[bytes]] = []
         self._ending = self._failing = False
         self._first: Collection[int] = ()  # ranks that had ended badly when a failure was first seen
-        self._good = (None, 0, *([STOPPED] if wishes else []))  # how a rank may have ended
-        self._printed = None if manner.take is None else Pipes(manner.take)
+        self._good = (None, 0, *([STOPPED] if save_signals else []))  # how a rank may have ended
+        self._printed = None if options.take is None else Pipes(options.take)
         self._kills = killed_for_memory()
         self._peers: Peers | None = None
 
-    def start(self, run: Run) -> None:
+    def start(self, run: SupervisedRun) -> None:
         self._run = run
         with run.interruptible():
             self._place = place = self._meet(ranks := len(self._commands))
         self._peers = place.peers
-        if self._manner.begun is not None:
-            self._manner.begun(place.first, ranks)
-        # ranks would show tracebacks of what they import at first
+        if self._options.begun is not None:
+            self._options.begun(place.first, ranks)
+        # ranks that still import would print tracebacks at Ctrl-C
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for local, (command, errors) in enumerate(zip(self._commands, self._errors, strict=True)):
@@ -102,7 +103,7 @@ class Local(Transport):
         if not self._ending:
             self._find_failure()
         if self._running():
-            if self._wishes and not self._ending and self._place.somebody_waits():
+            if self._save_signals and not self._ending and self._place.somebody_waits():
                 self._run.ask(signal.SIGUSR1)
             return False
         peers = self._peers
@@ -114,22 +115,23 @@ class Local(Transport):
         return self._failing
 
     def save(self, number: int) -> bool:
-        if self._manner.interrupt_saves and any(listens(each.pid) for each in self._processes):
-            acknowledge(number)  # else it ends them: no step has begun, or all is saved
+        if self._options.interrupt_saves and any(listens(each.pid) for each in self._processes):
+            acknowledge(number)  # otherwise the signal ends them: no step has begun, or all is saved
         for process in self._processes:
             process.send_signal(number)  # to the rank alone: what it started would not save, but end
         return True
 
     def end(self, number: int | None) -> None:
-        """A wish that comes again kills them, as they would take it as the first."""
+        """End the ranks by a signal. A signal that asked them to save is followed by SIGKILL, as they would
+        take it as the first again."""
         self._ending = True
-        how = signal.SIGKILL if number in self._wishes else number or signal.SIGTERM
+        how = signal.SIGKILL if number in self._save_signals else number or signal.SIGTERM
         _signal(self._processes if number is None else self._running(), how)
 
     def close(self, within: float) -> None:
         _signal(self._processes if self._failing else self._running(), signal.SIGKILL)
         for process in self._processes:
-            with contextlib.suppress(TimeoutExpired):  # a file system or a device does not let go of it
+            with contextlib.suppress(TimeoutExpired):  # it hangs in a file system or a device
                 process.wait(PATIENCE)
         if self._printed is not None:
             self._printed.close()
@@ -137,29 +139,29 @@ class Local(Transport):
     def stopped(self) -> str:
         return "every rank has ended"
 
-    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
+    def failure(self, save_signal: signal.Signals | None) -> RanksFailedError | None:
         first = self._place.first
-        # one that has not ended yet will, by that signal
+        # one that has not ended yet was sent SIGKILL
         codes = {
             first + local: -signal.SIGKILL if process.returncode is None else process.returncode
             for local, process in enumerate(self._processes)
         }
         if any(code not in self._good for code in codes.values()):
             ends = {-codes[rank] if codes[rank] < 0 else codes[rank] - 128 for rank in self._first}
-            if wish is not None and ends == {wish}:
-                return stopped_by(wish, self.stopped())
+            if save_signal is not None and ends == {save_signal}:
+                return stopped_by(save_signal, self.stopped())
             failures = [
                 Failure.read(rank, code, self._errors[rank - first]) for rank, code in codes.items() if code
             ]
             lacks_memory = self._kills is not None and (killed_for_memory() or 0) > self._kills
             return report(failures, self._first, self._place.world_size, lacks_memory)
         if STOPPED in codes.values():
-            return going_on(" by themselves" if wish is None else f" by {wish.name}")
+            return going_on(" by themselves" if save_signal is None else f" by {save_signal.name}")
         return None
 
     def agree(self, error: RanksFailedError | None) -> RanksFailedError | None:
-        """What ended the ranks of all hosts, once they have ended: `error`, or what another host told
-        before."""
+        """Return what ended the ranks of all hosts, once they have ended: `error`, or what another host
+        reported before."""
         peers = self._peers
         if error is not None and self._processes:
             error.ended_well = not any(each.returncode for each in self._processes)
@@ -170,9 +172,8 @@ class Local(Transport):
             more = [each.strip() for each in lines if each.startswith(("  at ", "traceback: "))] or lines[-1:]
             peers.fail("; ".join([first, *more]), error.exit_status)
             if error.rank is not None:
-                told = f"on {socket.gethostname()}: {error}"
-                lacked = error.out_of_memory
-                error = RanksFailedError(told, error.exit_status, error.rank, error.traceback)
+                text, lacked = f"on {socket.gethostname()}: {error}", error.out_of_memory
+                error = RanksFailedError(text, error.exit_status, error.rank, error.traceback)
                 error.out_of_memory = lacked
         if peers.failure() is not None:
             with contextlib.suppress(RanksFailedError), self._run.interruptible():
@@ -184,12 +185,13 @@ class Local(Transport):
         return RanksFailedError(f"every rank here was ended, too: {ending.text}", ending.status)
 
     def _outputs(self, rank: int) -> list[int]:
-        """Where a rank writes what it prints, and errors; nothing where this process does."""
-        if self._printed is not None and self._manner.log is None:
+        """Return the file descriptors for a rank's stdout and stderr; empty where it inherits this process'
+        own."""
+        if self._printed is not None and self._options.log is None:
             return [self._printed.open(rank, OUTPUT), self._printed.open(rank, ERRORS)]
-        if self._manner.log is None:
+        if self._options.log is None:
             return []
-        path = Path(f"{self._manner.log}{rank}.log")
+        path = Path(f"{self._options.log}{rank}.log")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
@@ -204,7 +206,7 @@ class Local(Transport):
         # A rank that raised waits (see polyreme.launch.rank): one that ended did so by itself, not for its
         # peer.
         raised = [errors.exists() for errors in self._errors]
-        # perhaps because a dying peer closed its connections, which it does just before it has ended
+        # perhaps as a dying peer closed its connections: wait until that one has ended, too
         if any(raised):
             time.sleep(POLL)
         first = self._place.first
@@ -216,22 +218,22 @@ class Local(Transport):
         if self._tell is not None:
             self._tell(bool(self._first))
         if peers is not None:
-            if not self._first:  # one that raised may have lost another host's, whose word comes
+            if not self._first:  # it may have lost a rank of another host, whose report comes
                 peers.failure(5 * POLL)
             peers.fail("a rank has failed")
-        if self._wishes:  # SIGTERM would have them go on to the end of their step, which will not come
+        if self._save_signals:  # SIGTERM would have them go on to the end of their step, which will not come
             others = zip(self._processes, raised, strict=True)
             _signal([process for process, its in others if not its], signal.SIGKILL)
 
 
 def _signal(processes: Iterable[Popen[bytes]], number: int) -> None:
-    """Send a signal to ranks and what they started."""
+    """Send a signal to ranks and all that they started."""
     for process in processes:
         signal_group(process.pid, number)
 
 
 def _variables(place: Place, local: int, ranks: int, errors: Path) -> dict[str, str]:
-    """Those that torchrun gives a rank."""
+    """Return the variables that torchrun sets for a rank."""
     rank, world_size = str(place.first + local), str(place.world_size)
     return {
         "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(ranks),
@@ -246,7 +248,7 @@ def _variables(place: Place, local: int, ranks: int, errors: Path) -> dict[str, 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed. `at` is when it raised, in seconds, or infinity if it left no word of it."""
+    """The failure of one rank. `at` is when it raised, in seconds, or infinity if it left no error file."""
 
     rank: int
     end: str
@@ -258,7 +260,8 @@ class Failure:
 
     @classmethod
     def read(cls, rank: int, code: int, errors: Path) -> Failure:
-        """Of a process that ended with `code` (minus the signal), and the file that it may have left."""
+        """Describe a process that ended with `code` (minus the signal), and the error file that it may have
+        left."""
         end = f"ended with exit status {code}"
         if code < 0:
             names = [each.name for each in signal.Signals if each == -code]
@@ -283,11 +286,11 @@ class Failure:
 def report(
     failures: Iterable[Failure], ended_first: Collection[int], ranks: int, lacks_memory: bool = False
 ) -> RanksFailedError:
-    """One error for all ranks: the bare message where it is the config, or where all say the same of bad
-    input.
+    """Return one error for all ranks: only the message where it is about the config, or where all ranks have
+    the same message about bad input.
 
-    First are `ended_first`, who ended before any was told to, then who raised first. `lacks_memory`: whether
-    the kernel has killed a process meanwhile."""
+    The ranks in `ended_first`, which ended before others were told to, come first, then those that raised
+    first. `lacks_memory`: whether the kernel has killed a process meanwhile."""
     first, *others = sorted(failures, key=lambda f: (f.rank not in ended_first, f.at, f.rank))
     name = f"rank {first.rank} of {ranks}"
     same = [f.rank for f in others if f.message is not None and f.message == first.message]

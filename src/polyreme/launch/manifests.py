@@ -1,9 +1,10 @@
-"""Manifests that run ranks in pods: of a Job with a headless Service, a JobSet, or a Kubeflow TrainJob.
+"""Build the manifests that run ranks in pods: a Job with a headless Service, a JobSet, or a Kubeflow
+TrainJob.
 
 Each pod runs one launcher (`polyreme launch` or `polyreme train`), which starts the pod's ranks and meets the
 others at pod 0.
-Invariants: pods are as the Pod Security Standard "restricted" has them, and their root is read-only; "$" in
-an argument reaches the program as it is.
+Invariants: pods satisfy the Pod Security Standard "restricted", and their root is read-only; "$" in an
+argument reaches the program unchanged.
 Communication: none."""
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ GROUP = {"volcano": "scheduling.volcano.sh/v1beta1", "plugins": "scheduling.x-k8
 SCHEDULER = {"volcano": "volcano", "plugins": "scheduler-plugins-scheduler"}
 WRITABLE = {
     "HOME": SCRATCH,
-    "USER": "polyreme",  # a user without an entry in /etc/passwd has no name that torch and others would find
+    "USER": "polyreme",  # torch and others ask for a name, which a user missing in /etc/passwd lacks
     "XDG_CACHE_HOME": f"{SCRATCH}/cache",
     "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH}/cache/inductor",
     "TRITON_CACHE_DIR": f"{SCRATCH}/cache/triton",
     "NUMBA_CACHE_DIR": f"{SCRATCH}/cache/numba",
 }
-"""Where libraries write. HF_HOME is below XDG_CACHE_HOME, unless the image has models and says where."""
+"""Variables with the folders where libraries write. HF_HOME is below XDG_CACHE_HOME, unless the image has
+models and sets it."""
 
 
 def build(request: Request) -> list[Manifest]:
-    """The manifests of a request that has no problems."""
+    """Return the manifests of a request that has no problems."""
     documents = _config(request) + _group(request)
     return documents + {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[request.kind](request)
 
@@ -57,13 +59,19 @@ def _labels(request: Request) -> Manifest:
     return {"app.kubernetes.io/name": "polyreme", "app.kubernetes.io/instance": request.name}
 
 
+def _given(**fields: Any) -> Manifest:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _suspended(request: Request) -> Manifest:
-    """Kueue resumes what it admits."""
+    """Return the field by which a queued job waits until Kueue resumes it."""
     return {"suspend": True} if request.queue else {}
 
 
 def _config(request: Request) -> list[Manifest]:
-    """The config, which no later one of the same run takes the place of."""
+    """Return the ConfigMap of the config. Its name has a digest, so that no later config of the same run
+    replaces it."""
     if not request.files:
         return []
     metadata = {**_metadata(request, queued=False), "name": _config_name(request)}
@@ -84,7 +92,7 @@ def _config_name(request: Request) -> str:
 
 
 def _group(request: Request) -> list[Manifest]:
-    """The pods that are scheduled together, or not at all."""
+    """Return the PodGroup, whose pods are scheduled together or not at all."""
     if request.gang is None:
         return []
     spec: Manifest = {"minMember": request.least}
@@ -95,7 +103,7 @@ def _group(request: Request) -> list[Manifest]:
 
 
 def _job(request: Request) -> list[Manifest]:
-    """An Indexed Job, whose pods have host names in the domain of a Service."""
+    """Return an Indexed Job, and the Service in whose domain its pods have host names."""
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -103,25 +111,18 @@ def _job(request: Request) -> list[Manifest]:
         "spec": {
             "clusterIP": "None",
             "selector": {"batch.kubernetes.io/job-name": request.name},
-            "publishNotReadyAddresses": True,  # pods meet before anything says that they are ready
+            "publishNotReadyAddresses": True,  # pods meet before they count as ready
         },
     }
     restarts = 3 if request.restarts is None else request.restarts
-    spec = _ttl(request) | _deadline(request) | _job_spec(request, {"subdomain": request.name})
+    spec = _given(ttlSecondsAfterFinished=request.ttl, activeDeadlineSeconds=request.deadline)
+    spec |= _job_spec(request, {"subdomain": request.name})
     # When one pod fails, the others lose it and fail, too: counted by index, that is once.
     spec |= {"backoffLimitPerIndex": restarts, "maxFailedIndexes": 0}
-    if request.elastic:  # pods that wait for the others to end are not waited for
+    if request.elastic:  # spare pods, which wait for the others to end, do not delay success
         spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(request)}
     return [service, {**job, "spec": {**_suspended(request), **spec}}]
-
-
-def _deadline(request: Request) -> Manifest:
-    return {} if request.deadline is None else {"activeDeadlineSeconds": request.deadline}
-
-
-def _ttl(request: Request) -> Manifest:
-    return {} if request.ttl is None else {"ttlSecondsAfterFinished": request.ttl}
 
 
 def _job_spec(request: Request, network: Manifest) -> Manifest:
@@ -173,8 +174,9 @@ def _on_status(request: Request, action: str, status: int) -> Manifest:
 
 
 def _jobset(request: Request) -> list[Manifest]:
-    """A JobSet of one Job: when a pod fails, all are started again."""
-    spec = {**_suspended(request), **_ttl(request), **_jobset_spec(request, "ranks", {})}
+    """Return a JobSet of one Job: when a pod fails, all are started again."""
+    ttl = _given(ttlSecondsAfterFinished=request.ttl)
+    spec = {**_suspended(request), **ttl, **_jobset_spec(request, "ranks", {})}
     head = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _metadata(request)}
     return [{**head, "spec": spec}]
 
@@ -182,7 +184,7 @@ def _jobset(request: Request) -> list[Manifest]:
 def _jobset_spec(request: Request, name: str, metadata: Manifest) -> Manifest:
     job = _job_spec(request, {}) | {"backoffLimit": 0}
     if request.kind == "jobset":  # a TrainJob has its own
-        job = _deadline(request) | job
+        job = _given(activeDeadlineSeconds=request.deadline) | job
     # A pod that was evicted, or saved and stopped, is replaced within its Job. So a Job that fails by the
     # policy of its pods has ended with status 2, and one that fails otherwise is worth another try.
     final = {
@@ -201,15 +203,15 @@ def _jobset_spec(request: Request, name: str, metadata: Manifest) -> Manifest:
 
 
 def _trainjob(request: Request) -> list[Manifest]:
-    """A TrainJob of Kubeflow Trainer v2, over a runtime of its own, or over one of the cluster's: of that it
-    can change no more than the pods."""
+    """Return a TrainJob of Kubeflow Trainer v2, with a runtime of its own, or over one of the cluster's, of
+    which it can change only the pods."""
     job = {"apiVersion": TRAINER, "kind": "TrainJob", "metadata": _metadata(request)}
     reference = {"name": request.runtime}
     if request.runtime is None:
         reference = {"apiGroup": TRAINER.partition("/")[0], "kind": "TrainingRuntime", "name": request.name}
     spec = {
         **_suspended(request),
-        **_deadline(request),
+        **_given(activeDeadlineSeconds=request.deadline),
         "runtimeRef": reference,
         "trainer": {
             "image": request.image,
@@ -226,7 +228,7 @@ def _trainjob(request: Request) -> list[Manifest]:
 
 
 def _runtime(request: Request) -> Manifest:
-    """The runtime of one TrainJob, whose JobSet is as `_jobset`'s."""
+    """Return the runtime of one TrainJob, with a JobSet as `_jobset`'s."""
     metadata = {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}}
     return {
         "apiVersion": TRAINER,
@@ -240,7 +242,7 @@ def _runtime(request: Request) -> Manifest:
 
 
 def _patches(request: Request) -> Manifest:
-    """What a TrainJob adds to the pods of the cluster's runtime."""
+    """Return the fields that a TrainJob adds to the pods of the cluster's runtime."""
     volumes, mounts = _volumes(request)
     pod = {
         "terminationGracePeriodSeconds": request.grace,
@@ -267,7 +269,7 @@ def _patches(request: Request) -> Manifest:
 
 
 def _placement(request: Request) -> Manifest:
-    """As whom pods run in the cluster, and on which nodes."""
+    """Return the account, the priority and the nodes of pods."""
     found = {
         "serviceAccountName": request.service_account,
         "imagePullSecrets": [{"name": each} for each in request.pull_secrets],
@@ -281,9 +283,9 @@ def _placement(request: Request) -> Manifest:
 
 def _toleration(taint: str) -> Manifest:
     found = TOLERATION.fullmatch(taint)
-    assert found  # or it was refused
-    parts = {name: found[name] for name in ("key", "value", "effect") if found[name]}
-    return {**parts, "operator": "Equal" if found["value"] else "Exists"}
+    assert found  # others were refused before
+    tolerated = {name: found[name] for name in ("key", "value", "effect") if found[name]}
+    return {**tolerated, "operator": "Equal" if found["value"] else "Exists"}
 
 
 def _pod_security(request: Request) -> Manifest:
@@ -291,7 +293,8 @@ def _pod_security(request: Request) -> Manifest:
     if request.user:
         user, _, group = request.user.partition(":")
         found |= {"runAsUser": int(user), "runAsGroup": int(group or user), "fsGroup": int(group or user)}
-        found["fsGroupChangePolicy"] = "OnRootMismatch"  # a large claim is not walked through at each start
+        # else each start changes the owner of all files of a claim
+        found["fsGroupChangePolicy"] = "OnRootMismatch"
     return {**found, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
@@ -304,21 +307,21 @@ def _container_security() -> Manifest:
 
 
 def _literal(word: str) -> str:
-    """A word in which Kubernetes finds no $(VARIABLE)."""
+    """Escape a word so that Kubernetes finds no $(VARIABLE) in it."""
     return word.replace("$", "$$")
 
 
 def _env(request: Request) -> list[Manifest]:
-    told = {
+    ours = {
         **WRITABLE,
         MASTER_ADDR: f"{request.first_pod}.{request.name}",
         MASTER_PORT: PORT,
         PODS: request.most,
-        **({RANKS_PER_POD: request.ranks} if request.most > 1 else {}),  # of one pod it is as on one host
+        **({RANKS_PER_POD: request.ranks} if request.most > 1 else {}),  # one pod is like one host
         **({LEAST_PODS: request.elastic[0]} if request.elastic else {}),
     }
     given = dict(each.split("=", 1) for each in request.env)
-    return [_variable(name, str(value)) for name, value in {**told, **given}.items()]
+    return [_variable(name, str(value)) for name, value in {**ours, **given}.items()]
 
 
 def _variable(name: str, value: str) -> Manifest:
@@ -333,8 +336,8 @@ def _resources(request: Request) -> Manifest:
 
 
 def _volumes(request: Request) -> tuple[list[Manifest], list[Manifest]]:
-    """The pod's volumes, and where its container has them. The default of /dev/shm, 64 MiB, is too little for
-    ranks that exchange through it."""
+    """Return the pod's volumes, and the mounts of its container. /dev/shm has its own volume, as the default
+    of 64 MiB is too little for ranks that exchange through it."""
     shm = {"medium": "Memory", **({"sizeLimit": request.shm} if request.shm else {})}
     volumes: list[Manifest] = [
         {"name": "shm", "emptyDir": shm},

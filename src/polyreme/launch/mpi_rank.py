@@ -1,9 +1,9 @@
-"""Becomes one rank that mpirun started: `python -m polyreme.launch.mpi_rank [-m] SCRIPT ARGUMENTS...` does
-what `python [-m] SCRIPT ARGUMENTS...` does.
+"""Run one rank that mpirun started: `python -m polyreme.launch.mpi_rank [-m] SCRIPT ARGUMENTS...` does what
+`python [-m] SCRIPT ARGUMENTS...` does.
 
-What other ranks than the first print gets `[host rank] ` before each line, from a process beside the rank
-that ends with it. An error is told in a sentence, and one of ours gives its exit status. The rank ends with
-the process of mpirun's that started it. Torch is not loaded. Communication: none."""
+Output of other ranks than the first gets `[host rank] ` before each line, from a process beside the rank that
+ends with it. An error is reported in a sentence, and Polyreme's own give their exit status. The rank ends
+with the process of mpirun that started it. Torch is not imported. Communication: none."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from polyreme.errors import PolyremeError
 from polyreme.launch.processes import die_with_parent
 from polyreme.launch.rank import run
 from polyreme.launch.requests import ENDS
-from polyreme.launch.signals import ENDINGS, WISHES
+from polyreme.launch.signals import ENDINGS, SAVE_SIGNALS
 
 LONGEST = 1000  # characters of a report that goes to `polyreme launch` in one write
 
 
 def main() -> None:
-    """Become the rank."""
+    """Run the script or module as this rank."""
     die_with_parent()
     errors, place = os.dup(2), detect()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -42,7 +42,7 @@ def main() -> None:
         _tell(errors, end.code if isinstance(end.code, int) else int(end.code is not None), LAST.report)
         raise
     except Exception as error:
-        sys.last_value = error  # as Python does of one that nobody caught: such a rank waits for no others
+        sys.last_value = error  # as Python does for an uncaught error, after which MPI is not finalized
         sys.excepthook(type(error), error, error.__traceback__)
         status = error.exit_status if isinstance(error, PolyremeError) else 1
         _tell(errors, status, LAST.report)
@@ -51,8 +51,8 @@ def main() -> None:
 
 
 def _tell(errors: int, status: int, report: str = "") -> None:
-    """Tell `polyreme launch` how this rank ends: mpirun may wait for ranks of a host that does not answer, or
-    end well where it lost one."""
+    """Report to `polyreme launch` how this rank ends: mpirun may wait for ranks of a host that does not
+    answer, or end with status 0 where it lost one."""
     if len(report) > LONGEST:
         report = f"{report[: LONGEST // 2]} ... {report[-LONGEST // 2 :]}"
     said = json.dumps(report, ensure_ascii=False)
@@ -61,7 +61,7 @@ def _tell(errors: int, status: int, report: str = "") -> None:
 
 
 def _prefix(standard: int, prefix: bytes) -> None:
-    """Have a process of its own write what this one writes to `standard`, line by line."""
+    """Start a process that writes what this one writes to `standard`, with `prefix` before each line."""
     out, into = os.pipe()
     if child := os.fork():
         os.waitpid(child, 0)
@@ -69,10 +69,10 @@ def _prefix(standard: int, prefix: bytes) -> None:
         os.close(into)
         os.close(out)
         return
-    if os.fork():  # nobody's child: the rank never hears of it
+    if os.fork():  # orphaned, so that the rank never has to wait for it
         os._exit(0)
     os.close(into)
-    for number in {*ENDINGS, *WISHES}:
+    for number in {*ENDINGS, *SAVE_SIGNALS}:
         signal.signal(number, signal.SIG_IGN)
     with os.fdopen(out, "rb") as lines:
         for line in lines:

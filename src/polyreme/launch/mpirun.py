@@ -1,7 +1,7 @@
-"""Starts ranks by `mpirun` of the MPI library that is found: Open MPI, or MPICH and others with its Hydra.
+"""Start ranks by `mpirun` of the MPI library that is found: Open MPI, or MPICH and others with its Hydra.
 
-`command` is a function of what was asked for, and `run` starts it. Each process becomes
-`python COMMAND` through `polyreme.launch.mpi_rank`, whose engine finds the other ranks.
+`command` builds the command line, and `run` starts it. Each process becomes `python COMMAND` through
+`polyreme.launch.mpi_rank`, whose engine finds the other ranks.
 Communication: none of ours."""
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 from polyreme.errors import LaunchError
 from polyreme.launch.command import Command
 from polyreme.launch.hostfile import Active, ResourceError, find_login, is_this_machine
-from polyreme.launch.manner import Manner
+from polyreme.launch.options import LaunchOptions
 
 OPEN_MPI, HYDRA = "Open MPI", "MPICH"
 SEARCHED = ("PATH", "LD_LIBRARY_PATH")
-"""What finds an MPI library that a module has loaded."""
+"""Variables by which an MPI library that a module has loaded is found."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """An MPI library: its mpirun, and whose options that one has (OPEN_MPI or HYDRA)."""
+    """An MPI library: its mpirun, and whose options that takes (OPEN_MPI or HYDRA)."""
 
     mpirun: str
     kind: str
@@ -36,10 +36,10 @@ class Library:
 
 @dataclass(frozen=True)
 class Request:
-    """What to run: `python COMMAND` on each of the ranks that `hosts` ({name: ranks}) have.
+    """A request to run `python COMMAND` on the ranks of `hosts` ({name: ranks}).
 
-    `variables` are of all ranks. `ssh` reaches other hosts, over `interface` if it is given. `options` are
-    more of mpirun's own."""
+    `variables` are set for all ranks. `ssh` reaches other hosts, over `interface` if it is given. `options`
+    are added to mpirun's own."""
 
     command: Sequence[str]
     hosts: Mapping[str, int]
@@ -50,7 +50,7 @@ class Request:
 
 
 def find() -> Library:
-    """The library beside this Python, or else the first one on PATH.
+    """Return the library beside this Python, or else the first one on PATH.
 
     Raises LaunchError where there is none, or none whose options are known."""
     beside = str(Path(sys.executable).parent)
@@ -60,12 +60,8 @@ def find() -> Library:
             "--mpi runs mpirun, which is not on PATH; pip install mpich mpi4py, or load a module"
         )
     asked = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    for mark, kind in (
-        ("Open MPI", OPEN_MPI),
-        ("OpenRTE", OPEN_MPI),
-        ("HYDRA", HYDRA),
-        ("Intel(R) MPI", HYDRA),
-    ):
+    kinds = {"Open MPI": OPEN_MPI, "OpenRTE": OPEN_MPI, "HYDRA": HYDRA, "Intel(R) MPI": HYDRA}
+    for mark, kind in kinds.items():
         if mark in asked.stdout:
             return Library(program, kind)
     said = (asked.stdout or asked.stderr).strip().partition("\n")[0]
@@ -76,8 +72,8 @@ def find() -> Library:
 
 
 def ranks_of(active: Active) -> dict[str, int]:
-    """How many ranks each host has. Raises ResourceError for slots that mpirun cannot choose, and
-    for IPv6 addresses."""
+    """Return how many ranks each host has. Raises ResourceError for slots that mpirun cannot choose, and for
+    IPv6 addresses."""
     uneven = [host for host, slots in active.items() if list(slots) != list(range(len(slots)))]
     if uneven:
         raise ResourceError(
@@ -92,7 +88,7 @@ def ranks_of(active: Active) -> dict[str, int]:
 
 
 def command(library: Library, request: Request) -> tuple[list[str], dict[str, str]]:
-    """The words that start the ranks, and the variables that they need in its environment."""
+    """Return the words that start the ranks, and the variables for their environment."""
     hosts = ",".join(f"{host}:{ranks}" for host, ranks in request.hosts.items())
     words = [library.mpirun, "-n", str(sum(request.hosts.values()))]
     variables = dict(request.variables)
@@ -112,18 +108,15 @@ def command(library: Library, request: Request) -> tuple[list[str], dict[str, st
             words += ["-launcher", "ssh", "-launcher-exec", shutil.which(program) or program]
             variables |= {"HYDRA_LAUNCHER_EXTRA_ARGS": shlex.join(own)} if own else {}
         words += ["-iface", request.interface] if request.interface else []
-        words += (
-            ["-genvlist", ",".join([*SEARCHED, *request.variables])]
-            if request.variables and elsewhere
-            else []
-        )
+        if request.variables and elsewhere:
+            words += ["-genvlist", ",".join([*SEARCHED, *request.variables])]
     words += [*request.options, sys.executable, "-m", "polyreme.launch.mpi_rank", *request.command]
     return words, variables
 
 
 def shown(library: Library, request: Request) -> str:
-    """The command as a shell takes it, with the variables that mpirun itself reads; those of the ranks, which
-    may be secret, are the caller's."""
+    """Return the command as a shell takes it, with the variables that mpirun itself reads, but without those
+    of the ranks, which may be secret."""
     words, variables = command(library, request)
     own = [
         f"{name}={shlex.quote(value)}" for name, value in variables.items() if name not in request.variables
@@ -136,12 +129,12 @@ def run(
 ) -> signal.Signals | None:
     """Start the ranks and wait for their end.
 
-    Signals are passed on, errors raised, and a wish returned, as `Transport.run` says. Raises ResourceError
-    where the program that logs in is not there."""
+    Signals are passed on, errors raised, and a signal returned, as `Transport.run` says. Raises ResourceError
+    where the program that logs in is missing."""
     find_login(request.hosts, request.ssh)
     words, variables = command(library, request)
     if not sys.stdout.isatty():  # Open MPI gives ranks a terminal of its own making
         variables["TERM"] = "dumb"
     ranks = sum(request.hosts.values())
-    wishes = Manner(interrupt_saves=interrupt_saves).wishes if saves else ()
-    return Command("mpirun", words, variables, ranks=ranks, saves=saves).run(wishes)
+    save_signals = LaunchOptions(interrupt_saves=interrupt_saves).save_signals if saves else ()
+    return Command("mpirun", words, variables, ranks=ranks, saves=saves).run(save_signals)

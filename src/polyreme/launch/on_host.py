@@ -1,9 +1,9 @@
-"""What `polyreme.launch.several` starts on each host, over ssh or as its child: it looks at the host, starts
-the host's ranks through `polyreme.launch.torchrun`, and hands on what they print.
+"""The process that `polyreme.launch.several` starts on each host, over ssh or as its child: it checks the
+host, starts the host's ranks through `polyreme.launch.torchrun`, and passes their output on.
 
-It does what it reads from stdin, and tells on stdout (frames). Invariants: when stdin ends or stays silent
-for SILENCE seconds, whoever started it is gone, and the ranks are ended; nothing listens but at an address
-that it was told."""
+It reads requests from stdin, and answers on stdout (frames). Invariants: when stdin ends or stays silent for
+SILENCE seconds, the starter is gone, and the ranks are ended; nothing listens but at an address that was
+asked for."""
 
 from __future__ import annotations
 
@@ -26,59 +26,59 @@ from polyreme.files.machine import identity
 from polyreme.launch import frames
 from polyreme.launch.frames import Frame
 from polyreme.launch.processes import leave
-from polyreme.launch.signals import ENDINGS, WISHES
+from polyreme.launch.signals import ENDINGS, SAVE_SIGNALS
 
-SILENCE = 60.0  # seconds; the other end says something every ALIVE
+SILENCE = 60.0  # seconds; the starter writes at least every ALIVE
 ALIVE = 10.0
-GIVING_UP = 11.0  # seconds after which ranks that were to end are left to the kernel, which kills them
+GIVING_UP = 11.0  # seconds for ranks to end, after which the kernel kills them
 Tell = Callable[[Frame], None]
 
 
 def main() -> None:
-    """Do what is asked on stdin, until it is to begin and has ended."""
-    asked = os.fdopen(os.dup(0), "rb", buffering=0)  # nothing is read that `select` does not see
+    """Answer requests on stdin, until one begins the run and that has ended."""
+    asked = os.fdopen(os.dup(0), "rb", buffering=0)  # unbuffered, as `select` does not see a buffer
     out = os.fdopen(os.dup(1), "wb")
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # frames alone go where they are read
-    for number in (signal.SIGHUP, signal.SIGPIPE):  # stdin says when the other end is gone
+    os.dup2(2, 1)  # only frames go to the real stdout
+    for number in (signal.SIGHUP, signal.SIGPIPE):  # stdin tells when the starter is gone
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # though the launcher were in the background
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDINGS, *WISHES})  # which Ray's workers block
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if started in the background
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDINGS, *SAVE_SIGNALS})  # Ray's workers block them
     lock = threading.Lock()
 
     def tell(frame: Frame) -> None:
-        with lock, contextlib.suppress(OSError):  # nobody reads on: stdin says so, too
+        with lock, contextlib.suppress(OSError):  # the starter is gone, as stdin will tell
             out.write(frames.pack(frame))
             out.flush()
 
     out.write(frames.MARK)
     for each in asked:
-        wish = json.loads(each)
-        if wish["do"] == "begin":
+        request = json.loads(each)
+        if request["do"] == "begin":
             gone = threading.Event()
             threading.Thread(target=_listen, args=(asked, gone), daemon=True).start()
-            _begin(wish, tell)
-            with contextlib.suppress(KeyboardInterrupt):  # by which the other end's loss ends a run
+            _begin(request, tell)
+            with contextlib.suppress(KeyboardInterrupt):  # as the loss of the starter ends a run
                 gone.wait()  # other hosts may need this one until then
             leave(0)
-        if wish["do"] != "nothing":
-            tell(frames.told(**_ANSWERS[wish["do"]](wish)))
+        if request["do"] != "nothing":
+            tell(frames.message(**_ANSWERS[request["do"]](request)))
 
 
-def _look(wish: Mapping[str, Any]) -> dict[str, Any]:
-    """What there is here of what a run needs."""
+def _look(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Check this host's folder, files and versions for a run."""
     problems = []
     try:
-        os.chdir(wish["folder"])
+        os.chdir(request["folder"])
     except OSError as error:
         problems.append(
-            f"the folder {wish['folder']} cannot be used ({error.strerror}): a run has the same one on each "
-            "host, so copy or mount it there"
+            f"the folder {request['folder']} cannot be used ({error.strerror}): a run has the same one on "
+            "each host, so copy or mount it there"
         )
     else:
-        missing = [each for each in wish["files"] if not Path(each).is_file()]
-        problems += [f"{each} is not a file in {wish['folder']}: copy it there" for each in missing]
+        missing = [each for each in request["files"] if not Path(each).is_file()]
+        problems += [f"{each} is not a file in {request['folder']}: copy it there" for each in missing]
     # "client port server port", where ssh has set it
     reached = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     return {
@@ -89,27 +89,27 @@ def _look(wish: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ways(wish: Mapping[str, Any]) -> dict[str, Any]:
-    """Addresses of this host, the first one, that others may reach: those that they are reached over, and the
-    one that its name stands for here."""
-    found = [*wish["addresses"], *(source(each) for each in wish["others"])]
+def _ways(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return addresses of this host, the first one, that others may reach: those that they are reached over,
+    and the one that its name stands for here."""
+    found = [*request["addresses"], *(source(each) for each in request["others"])]
     with contextlib.suppress(OSError, UnicodeError):
-        found += [str(each[4][0]) for each in socket.getaddrinfo(wish["name"], None)]
+        found += [str(each[4][0]) for each in socket.getaddrinfo(request["name"], None)]
     own = addresses()
     usable = dict.fromkeys(each for each in found if each and each in own and not is_loopback(each))
     listening = {}
     for address in usable:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError):
-            _probes.append(socket.create_server((address, wish["port"]), family=family))
+            _probes.append(socket.create_server((address, request["port"]), family=family))
             listening[address] = _probes[-1].getsockname()[1]
     return {"listening": listening}
 
 
-def _reach(wish: Mapping[str, Any]) -> dict[str, Any]:
-    """Which of the first host's addresses can be connected to from here."""
+def _reach(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which of the first host's addresses can be connected to from here."""
     reached = []
-    for address, port in wish["listening"].items():
+    for address, port in request["listening"].items():
         with contextlib.suppress(OSError):
             socket.create_connection((address, port), timeout=3).close()
             reached.append(address)
@@ -128,32 +128,32 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def _listen(asked: Any, gone: threading.Event) -> None:
-    """Pass signals on, and end the run when the other end is gone."""
+    """Pass signals on, and end the run when the starter is gone."""
     try:
         while select.select([asked], [], [], SILENCE)[0] and (line := asked.readline()):
-            wish = json.loads(line)
-            if wish["do"] == "signal":
-                os.kill(os.getpid(), wish["number"])
-            elif wish["do"] == "end":
-                threading.Thread(target=_end, args=(wish["number"],), daemon=True).start()
+            request = json.loads(line)
+            if request["do"] == "signal":
+                os.kill(os.getpid(), request["number"])
+            elif request["do"] == "end":
+                threading.Thread(target=_end, args=(request["number"],), daemon=True).start()
     finally:  # also where a line was cut
         gone.set()
         _end(signal.SIGINT)
 
 
 def _end(number: int) -> None:
-    """End the run, and in the end this process, without which the kernel ends its ranks."""
+    """End the run, and finally this process, whereupon the kernel ends its ranks."""
     os.kill(os.getpid(), number)
     time.sleep(GIVING_UP)
     os._exit(1)
 
 
-def _begin(wish: Mapping[str, Any], tell: Tell) -> None:
+def _begin(request: Mapping[str, Any], tell: Tell) -> None:
     for each in _probes:
         each.close()
-    os.environ.update(wish["variables"])
+    os.environ.update(request["variables"])
     try:
-        _run(wish, tell)
+        _run(request, tell)
         end: dict[str, Any] = {"end": "well"}
     except KeyboardInterrupt:  # while torch was imported
         end = {"end": "failed", "message": "", "exit_status": 128 + signal.SIGINT, "rank": None}
@@ -165,36 +165,36 @@ def _begin(wish: Mapping[str, Any], tell: Tell) -> None:
             "rank": getattr(error, "rank", None),
             "traceback": getattr(error, "traceback", None),
         }
-    for number in WISHES:  # of which the other end knows only then that they have nobody to hear them
+    for number in SAVE_SIGNALS:  # the starter may still send them until it reads this
         signal.signal(number, signal.SIG_IGN)
-    tell(frames.told(**end))
+    tell(frames.message(**end))
 
 
-def _run(wish: Mapping[str, Any], tell: Tell) -> None:
+def _run(request: Mapping[str, Any], tell: Tell) -> None:
     from polyreme.launch.hosts import Hosts
-    from polyreme.launch.manner import Manner
+    from polyreme.launch.options import LaunchOptions
     from polyreme.launch.torchrun import launch
 
-    given, ranks = wish["manner"], len(wish["slots"])
+    given, ranks = request["options"], len(request["slots"])
     hosts = (
-        Hosts(wish["index"], wish["count"], wish["count"], tuple(wish["address"]))
-        if wish["address"]
+        Hosts(request["index"], request["count"], request["count"], tuple(request["address"]))
+        if request["address"]
         else None
     )
-    variables = {**_devices(wish["slots"]), **_interfaces(hosts), **given.pop("variables")}
+    variables = {**_devices(request["slots"]), **_interfaces(hosts), **given.pop("variables")}
     launch(
-        wish["command"],
+        request["command"],
         ranks,
-        threads=wish["threads"],
-        saves=wish["saves"],
-        manner=Manner(variables=variables, take=tell, **given),
+        threads=request["threads"],
+        saves=request["saves"],
+        options=LaunchOptions(variables=variables, take=tell, **given),
         hosts=hosts,
-        failing=lambda by_itself: tell(frames.told(failing=by_itself)),
+        failing=lambda by_itself: tell(frames.message(failing=by_itself)),
     )
 
 
 def _devices(slots: list[int]) -> dict[str, str]:
-    """The variable that shows ranks the GPUs of their slots alone, where there are GPUs."""
+    """Return the variable that shows ranks only the GPUs of their slots, where there are GPUs."""
     import torch
 
     count = torch.cuda.device_count()
@@ -209,9 +209,9 @@ def _devices(slots: list[int]) -> dict[str, str]:
 
 
 def _interfaces(hosts: Any) -> dict[str, str]:
-    """Variables with the interface that leads to where hosts meet, unless they are set: gloo would take that
-    of the host's name, which may be loopback's."""
-    from polyreme.distributed.meeting import INTERFACES
+    """Return variables with the interface that leads to where hosts meet, unless they are set: gloo would
+    take that of the host's name, which may be loopback's."""
+    from polyreme.distributed.rendezvous import INTERFACES
 
     if hosts is None:
         return {}

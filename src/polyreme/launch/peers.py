@@ -1,9 +1,10 @@
-"""What the launchers of one run, one on each host, tell each other while their ranks run, where no command
-above them watches them: that they live, whose ranks failed, and that theirs have ended.
+"""The exchange between the launchers of one run, one on each host, while their ranks run and no command
+watches them all: that they live, whose ranks failed, and that their ranks have ended.
 
-Invariants: the failure that was told first stands, on all hosts; launchers leave together, or LINGER seconds
-after a failure; nobody waits for the store in the main thread, as it may be on a host that hangs.
-Communication: a key of each in the store where they met, each HEARTBEAT seconds; the first host reads all."""
+Invariants: the first failure that is written stands on all hosts; launchers leave together, or LINGER seconds
+after a failure; the main thread never waits for the store, which may be on a host that hangs.
+Communication: each writes a key in the store where they met every HEARTBEAT seconds; the first host reads
+all."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ FAILED, ALL = "peers/failed", "peers/all"
 
 
 class Ending(NamedTuple):
-    """What ended the run: of which place, in words, and the exit status that fits."""
+    """The end of a run: the place that caused it, a text, and an exit status."""
 
     place: int
     text: str
@@ -34,18 +35,19 @@ class Ending(NamedTuple):
 
 
 class Peers:
-    """The launchers of a run, of which this is number `place`, on the host `name`; number 0 has the store."""
+    """The launchers of a run, of which this is number `place`, on the host `name`. Number 0 holds the
+    store."""
 
     def __init__(self, store: TCPStore, place: int, count: int, name: str, silence: float = SILENCE) -> None:
         self._store: TCPStore = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=silence))
         self.place, self._count, self._name, self._silence = place, count, name, silence
         self._state, self._beats = RUNS, 0
-        self._seen: dict[int, tuple[str, float]] = {}  # what each said last, and since when
-        self._silent: set[int] = set()  # nobody waits for these
+        self._seen: dict[int, tuple[str, float]] = {}  # each one's last word, and its time
+        self._silent: set[int] = set()  # not waited for
         self._mine: Ending | None = None
         self._ending: Ending | None = None
-        self._told, self._left, self._wake = threading.Event(), threading.Event(), threading.Event()
+        self._reported, self._left, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._asking = math.inf  # since when the store has not answered
         self._all_ended = math.inf
         for other in range(1, count) if place == 0 else ():
@@ -53,7 +55,8 @@ class Peers:
         threading.Thread(target=self._keep, name="polyreme peers", daemon=True).start()
 
     def failure(self, within: float = 0.0) -> Ending | None:
-        """What ended the run, as this host or another told, if one does within so many seconds."""
+        """Return the failure that ended the run, as this host or another reported it, waiting for one
+        `within` so many seconds."""
         deadline = time.monotonic() + within
         while self._ending is None and time.monotonic() < deadline:
             self._wake.set()
@@ -63,17 +66,17 @@ class Peers:
         return self._ending
 
     def fail(self, text: str, status: int = 1) -> None:
-        """Tell why the run ends here, unless another host has told before. Told again it replaces what this
-        one said."""
-        self._told.clear()
+        """Report why the run ends here, unless another host has reported a failure before. A second call
+        replaces this host's own report."""
+        self._reported.clear()
         self._mine = Ending(self.place, f"{self._name}: {text}", status)
         self._wake.set()
         if not self._left.is_set():
-            self._told.wait(ANSWER)
+            self._reported.wait(ANSWER)
 
     def leave(self, within: float) -> Ending | None:
-        """Say that no rank runs here, and wait until none does elsewhere, for so many seconds. Returns what
-        ended the run if it was a failure."""
+        """Report that no rank runs here, and wait until none does elsewhere, for so many seconds. Returns the
+        failure that ended the run, if one did."""
         self._state = ENDED
         self._wake.set()
         deadline = time.monotonic() + within
@@ -82,18 +85,18 @@ class Peers:
         return self.failure()
 
     def close(self) -> None:
-        """Tell nothing more."""
+        """Report nothing more."""
         self._left.set()
         self._wake.set()
 
     def elsewhere(self) -> Ending | None:
-        """What ended the run, where that is not what this host told of itself."""
+        """Return the end of the run, unless this host itself caused and reported it."""
         ending = self.failure()
         return None if ending is not None and ending == self._mine and ending.place == self.place else ending
 
     @property
     def left(self) -> bool:
-        """Whether nobody waits for this host any longer."""
+        """Whether no other launcher waits for this host any more."""
         return self._left.is_set()
 
     # ---- in the thread
@@ -103,14 +106,14 @@ class Peers:
             self._asking = time.monotonic()
             try:
                 self._exchange()
-            except (RuntimeError, ValueError) as error:  # torch's
+            except (RuntimeError, ValueError) as error:  # raised by torch's store
                 self._lose(f"cannot be reached ({str(error).splitlines()[0]})")
                 break
             self._asking = math.inf
             self._wake.wait(HEARTBEAT if self._state == RUNS and self._ending is None else SOON)
             self._wake.clear()
         self._asking = math.inf
-        self._told.set()
+        self._reported.set()
         self._left.set()
 
     def _lose(self, how: str) -> None:
@@ -123,13 +126,13 @@ class Peers:
         self._store.set(f"peers/{self.place}", f"{self._state} {self._beats} {self._name}")
         mine = self._mine
         if mine is not None:
-            told = self._store.compare_set(FAILED, "", json.dumps(mine))
-            if Ending(*json.loads(told)).place == self.place:
+            first = self._store.compare_set(FAILED, "", json.dumps(mine))
+            if Ending(*json.loads(first)).place == self.place:
                 self._store.set(FAILED, json.dumps(mine))
         if self._store.check([FAILED]):
             self._ending = Ending(*json.loads(self._store.get(FAILED)))
         if mine is not None:
-            self._told.set()
+            self._reported.set()
         if self.place == 0:
             self._look_around()
         elif self._state == ENDED and self._store.check([ALL]):
@@ -137,7 +140,7 @@ class Peers:
             self._left.set()
 
     def _look_around(self) -> None:
-        """Find, on the first host, who has ended and who is silent."""
+        """Find on the first host which launchers have ended and which are silent."""
         others = range(1, self._count)
         now = time.monotonic()
         said: list[bytes] = self._store.multi_get([f"peers/{place}" for place in others])

@@ -1,7 +1,7 @@
-"""What is asked of a Kubernetes cluster, and what is wrong with it.
+"""A request to a Kubernetes cluster, and the problems in it.
 
-Invariants: what the API server would take and then do something else with (names that are too long, a
-variable or folder given twice) is refused here.
+Invariants: values that the API server would accept and then treat in another way (names that are too long, a
+variable or folder given twice) are refused here.
 Communication: none."""
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ KINDS = ("job", "jobset", "trainjob")
 GANGS = ("volcano", "plugins")
 ENDING = 30  # seconds that pods get to end by themselves, where they do not save
 CONFIGS = "/etc/polyreme"
-"""The folder of the pods in which the config is."""
+"""The folder with the config in each pod."""
 SCRATCH = "/tmp"
-"""The folder of the pods that may be written to, and is empty when they begin."""
+"""The writable folder of each pod, which is empty at first."""
 LONGEST = 63  # characters of a host name, and of a label
 LARGEST = 2**20  # bytes of a ConfigMap
 CONTAINER = {"job": "ranks", "jobset": "ranks", "trainjob": "node"}
@@ -51,12 +51,11 @@ TOLERATION = re.compile(
 
 @dataclass(frozen=True)
 class Request:
-    """What to run in pods, as the options of the command say it.
+    """A request to run in pods, from the options of the command.
 
     `command` is the program of each pod, `files` the texts of files in CONFIGS by name, `grace` the seconds
     that pods get to end after SIGTERM. `saves`: a run that was stopped ends with STOPPED, and goes on from
-    its checkpoint. `folders`: those that the run writes to, by the keys
-    of its config. `patches`: texts of
+    its checkpoint. `folders`: those that the run writes to, by the keys of its config. `patches`: texts of
     patches by the names of their files."""
 
     command: Sequence[str]
@@ -94,17 +93,17 @@ class Request:
 
     @property
     def most(self) -> int:
-        """Pods at most."""
+        """The largest number of pods."""
         return self.elastic[1] if self.elastic else self.pods
 
     @property
     def least(self) -> int:
-        """Pods that it begins with at least."""
+        """The number of pods that are enough to begin."""
         return self.elastic[0] if self.elastic else self.pods
 
     @property
     def limits(self) -> dict[str, str]:
-        """What each pod may use, which is also what it asks for."""
+        """The resources of each pod, both requested and allowed."""
         cpus, memory = (4, 16) if self.gpus else (1, 4)  # of each rank, where nothing was asked for
         return {
             "cpu": str(self.cpus or cpus * self.ranks),
@@ -122,7 +121,7 @@ class Request:
 
 
 def request_problems(request: Request) -> Iterator[Problem]:
-    """All that no cluster could fulfil."""
+    """Yield all problems of a request that no cluster could fulfil."""
     yield from _name_problems(request)
     yield from size_problems(memory=request.memory, shm=request.shm, scratch=request.scratch)
     yield from _count_problems(request)
@@ -155,7 +154,7 @@ def request_problems(request: Request) -> Iterator[Problem]:
 
 
 def _name_problems(request: Request) -> Iterator[Problem]:
-    """Names that are no DNS labels, or too long for the last pod's host name."""
+    """Yield names that are no DNS labels, or too long for the last pod's host name."""
     last = (
         request.first_pod.removesuffix("0") + str(request.most - 1) if request.kind in KINDS else request.name
     )
@@ -206,7 +205,7 @@ def _elastic_problems(request: Request) -> Iterator[Problem]:
 
 
 def _placement_problems(request: Request) -> Iterator[Problem]:
-    """Names, users, node selectors and tolerations that the API server does not take."""
+    """Yield names, users, node selectors and tolerations that the API server does not take."""
     named = {
         "--runtime": [request.runtime],
         "--service-account": [request.service_account],
@@ -233,7 +232,7 @@ def _placement_problems(request: Request) -> Iterator[Problem]:
 
 
 def _runtime_problems(request: Request) -> Iterator[Problem]:
-    """What a TrainJob cannot say, or not over a runtime of the cluster's."""
+    """Yield options that a TrainJob cannot have, or not over a runtime of the cluster's."""
     if request.kind == "trainjob" and request.ttl is not None:
         fix = "leave it out and delete the TrainJob, or take --kind jobset"
         yield Problem("--ttl", request.ttl, "a TrainJob stays until it is deleted", fix)
@@ -250,7 +249,7 @@ def _runtime_problems(request: Request) -> Iterator[Problem]:
 
 
 def volume_problems(volumes: Sequence[str]) -> Iterator[Problem]:
-    """Volumes CLAIM:FOLDER that cannot be mounted, or are where another is."""
+    """Yield volumes CLAIM:FOLDER that cannot be mounted, or whose folder another one has."""
     taken = {"/dev/shm", CONFIGS, SCRATCH}
     for volume in volumes:
         claim, _, path = volume.partition(":")
@@ -258,12 +257,12 @@ def volume_problems(volumes: Sequence[str]) -> Iterator[Problem]:
             "--volume",
             "give CLAIM:/FOLDER, the name of a PersistentVolumeClaim and where its files are",
         )
-        parts = PurePosixPath(path).parts
+        names = PurePosixPath(path).parts
         if not re.fullmatch(SUBDOMAIN, claim) or len(claim) > 253:
             yield Problem(key, volume, f"{claim!r} is no name of a PersistentVolumeClaim", fix)
-        elif not path.startswith("/") or len(parts) < 2 or ".." in parts or ":" in path:
+        elif not path.startswith("/") or len(names) < 2 or ".." in names or ":" in path:
             yield Problem(key, volume, f"{path!r} is no absolute path of a folder below /", fix)
-        elif (folder := f"/{'/'.join(parts[1:])}") in taken:
+        elif (folder := f"/{'/'.join(names[1:])}") in taken:
             yield Problem(key, volume, f"there is another volume at {folder}", "give another folder")
         else:
             taken.add(folder)
@@ -290,5 +289,5 @@ def _variable_problems(variables: Sequence[str]) -> Iterator[Problem]:
 
 
 def is_ours(variable: str) -> bool:
-    """Whether a variable tells ranks where they are, or where they meet."""
+    """Return whether a variable tells ranks their place, or where they meet."""
     return variable in OURS or variable.startswith("PET_")

@@ -1,7 +1,6 @@
-"""One collective, to see that ranks on this host reach each other; `polyreme doctor` runs it on two.
+"""Run one collective, to check that ranks on this host reach each other; `polyreme doctor` runs it on two.
 
-Communicates: one all-reduce of one number. Invariant: it ends with status 0 only if the sum is right.
-"""
+Communication: one all-reduce of one number. Invariant: it ends with status 0 only if the sum is right."""
 
 from __future__ import annotations
 

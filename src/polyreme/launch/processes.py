@@ -1,5 +1,5 @@
-"""Process control, as far as the operating system does it for a launcher. Invariant: a process that asked to
-does not outlive its parent."""
+"""Process control that the operating system does for a launcher. Invariant: a process that called
+`die_with_parent` does not outlive its parent."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel send SIGKILL to this process when its parent ends, however that happens. Linux only.
+    """Ask the kernel to send SIGKILL to this process when its parent ends, in whichever way. Linux only.
 
-    `parent` is the process id of whoever started this process, to notice if that one has ended before this
-    call."""
+    `parent` is the process id of whoever started this process, to detect that it ended before this call."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid() if parent is None else parent
@@ -34,8 +33,8 @@ def signal_group(pid: int, number: int) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process as at its end, but for its modules: to take those of torch apart takes half a
-    second."""
+    """End this process as at its usual end, but without clearing modules: for those of torch that takes half
+    a second."""
     atexit._run_exitfuncs()
     for stream in sys.stdout, sys.stderr:
         with contextlib.suppress(OSError, ValueError):  # nobody reads on

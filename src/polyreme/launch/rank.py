@@ -1,12 +1,12 @@
-"""Runs a script or module as one rank under `polyreme.launch.torchrun`.
+"""Run a script or module as one rank under `polyreme.launch.torchrun`.
 
 `python -m polyreme.launch.rank LAUNCHER_PID [--saves] [-m MODULE | --program PROGRAM | SCRIPT] ARGUMENTS...`
 
-With --saves, the status STOPPED is no failure. A program takes the place of this one.
+With --saves, the status STOPPED is no failure. A program replaces this process.
 
-Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that the launcher
-names, and then waits for it to end the rank: its connections stay open meanwhile, so its failure causes none
-on other ranks before the launcher has seen which rank was first."""
+Invariants: the rank does not outlive its launcher. A rank that fails writes the reason to the file that the
+launcher names, and then waits for the launcher to end it: its connections stay open meanwhile, so that its
+failure causes none on other ranks before the launcher has seen which rank was first."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from polyreme.launch import limits
 from polyreme.launch.cores import pin
 from polyreme.launch.processes import die_with_parent
 from polyreme.launch.requests import STOPPED
+from polyreme.launch.signals import ignore_copies
 
-LAUNCHER_TIMEOUT = 20.0  # seconds to wait for the launcher, which takes a tenth of one unless it is gone
+LAUNCHER_TIMEOUT = 20.0  # seconds to wait for the launcher, which usually takes 0.1 s
 
 
 def main(arguments: list[str]) -> None:
-    """Become a rank; `arguments` as in the module's docstring, without the program's name."""
+    """Run as a rank; `arguments` as in the module's docstring, without the program's name."""
     parent, *arguments = arguments
     die_with_parent(int(parent))
     pin()
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> None:
     is_module = arguments[0] == "-m"
     target = arguments[is_module]
     try:
-        # which the launcher holds back until a rank can answer it
+        # the launcher started the rank with it blocked
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if "torch" not in sys.modules:
             after_import("torch", _keep)
@@ -56,7 +57,7 @@ def main(arguments: list[str]) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
-        # whoever interrupted it waits for its end, and for no word of it
+        # an interrupted or saved rank needs no error file
         if end.code == 128 + signal.SIGINT or (saves and end.code == STOPPED):
             raise
         if end.code not in (None, 0):
@@ -70,7 +71,8 @@ def main(arguments: list[str]) -> None:
         _fail(error if isinstance(error, PolyremeError) else limits.named(error) or error, 1)
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: it would only be a traceback
+            # the rank is done: Ctrl-C would only print a traceback
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run(arguments: list[str]) -> None:
@@ -82,28 +84,31 @@ def run(arguments: list[str]) -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
             if stream.encoding != "utf-8":
                 with contextlib.suppress(OSError):  # it has become a pipe since
-                    stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show ends no rank
+                    stream.reconfigure(errors="backslashreplace")  # unencodable output must not end a rank
     faulthandler.enable()  # a crash in compiled code shows where
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else arguments
     target = sys.argv[0]
-    if is_module:
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        if not sys.flags.safe_path:
-            sys.path[0] = str(Path(target).resolve().parent)  # as `python script.py` has it
-        runpy.run_path(target, run_name="__main__")
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(target).resolve().parent)  # as `python script.py` has it
+            runpy.run_path(target, run_name="__main__")
+    finally:
+        ignore_copies()
 
 
 def _keep(torch: Any) -> None:
-    """Have Python's collector leave alone what modules have made, by which a rank ends a second sooner; with
-    those that the first optimizer would import, when there are things of the script's."""
+    """Exclude the objects that modules have made from Python's garbage collection, so that a rank ends a
+    second sooner. Imports torch._dynamo, which the first optimizer would import later, before that."""
     importlib.import_module("torch._dynamo")
     gc.freeze()
 
 
 def _become(command: list[str]) -> NoReturn:
-    """Run a program in place of this one; it keeps the cores, and dies with the launcher as well."""
+    """Replace this process by a program, which keeps the cores, and dies with the launcher as well."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         os.execvp(command[0], command)
@@ -112,10 +117,10 @@ def _become(command: list[str]) -> NoReturn:
 
 
 def _fail(error: Exception | SystemExit, status: int) -> NoReturn:
-    """Leave `error` for the launcher, which prints one report for all ranks, and wait for the end."""
+    """Write `error` for the launcher, which prints one report for all ranks, and wait for the end."""
     try:
         _write(error, time.time())
-        # not dead at once: clean-up at exit has yet to run
+        # raises SystemExit, so that clean-up at exit runs
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
         time.sleep(LAUNCHER_TIMEOUT)
     except KeyboardInterrupt:
@@ -124,7 +129,7 @@ def _fail(error: Exception | SystemExit, status: int) -> NoReturn:
 
 
 def _write(error: Exception | SystemExit, at: float) -> None:
-    """The error file, in the format of torch.distributed.elastic with three facts more."""
+    """Write the error file, in the format of torch.distributed.elastic with three further fields."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         traceback.print_exception(error)
@@ -133,14 +138,14 @@ def _write(error: Exception | SystemExit, at: float) -> None:
     facts = {
         "py_callstack": traceback_of(error),
         "timestamp": str(int(at)),
-        "at": at,  # seconds, whole ones do not tell which rank was first
+        "at": at,  # with fractions, to tell which rank was first
         "expected": expected,  # it explains itself, its traceback is for --debug
         "exit_status": error.exit_status if isinstance(error, PolyremeError) else 1,
     }
     message = explained(error)
     draft = Path(f"{path}.draft")
     draft.write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
-    draft.replace(path)  # whoever sees the file sees all of it
+    draft.replace(path)  # atomic: the file is complete once it is there
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Starts ranks on a Ray cluster that runs already: a process of `polyreme.launch.on_host` on each of its
-nodes that a placement group has for it, reached through an actor in the place of ssh.
+"""Start ranks on a Ray cluster that runs already: a process of `polyreme.launch.on_host` on each of its nodes
+that a placement group reserves, reached through an actor instead of ssh.
 
 Ray is optional. Invariant: the actors, and with them the ranks, end with the command.
-Communication: calls of the actors, of what goes through their processes' pipes."""
+Communication: calls of the actors, with the data of their processes' pipes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from polyreme.launch import several
 from polyreme.launch.several import RankCommand
 
 PATIENCE = 10 * 60.0  # seconds for the cluster to have room
-WAIT = 0.5  # seconds that an actor waits for something to tell
-SILENCE = 15.0  # seconds after which one that tells nothing, not even that, is lost
+WAIT = 0.5  # seconds that an actor waits for output
+SILENCE = 15.0  # seconds without an answer after which an actor is lost
 
 
 @dataclass(frozen=True)
 class Request:
-    """What each of `nodes` nodes gives: cores (the number of ranks where None) and GPUs."""
+    """The nodes of a run: how many, and of each the ranks, the cores (the number of ranks where None) and
+    GPUs."""
 
     ranks: int
     nodes: int = 1
@@ -38,7 +39,7 @@ class Request:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What a node gives, as Ray counts it."""
+        """The resources of a node, as Ray counts them."""
         gpus = {"GPU": float(self.gpus)} if self.gpus else {}
         return {"CPU": float(self.ranks if self.cpus is None else self.cpus), **gpus}
 
@@ -51,7 +52,7 @@ def run(request: Request, what: RankCommand) -> signal.Signals | None:
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except Exception as error:  # of several classes
+    except Exception as error:  # Ray raises several classes
         raise LaunchError(
             f"--ray finds no cluster at {address!r}: {str(error).splitlines()[0]}; start one with `ray start "
             "--head` (other hosts: --address), or set RAY_ADDRESS"
@@ -74,7 +75,7 @@ def _ray() -> Any:
 
 @contextlib.contextmanager
 def _places(ray: Any, request: Request) -> Iterator[Mapping[str, Remote]]:
-    """A process on each of as many nodes, by their addresses."""
+    """Start a process on each of the nodes, and yield them by the nodes' addresses."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -104,7 +105,7 @@ def _places(ray: Any, request: Request) -> Iterator[Mapping[str, Remote]]:
 
 
 def _await(ray: Any, group: Any, request: Request) -> None:
-    """Until the cluster has room, a second at a time: Ctrl-C is not heard while Ray waits."""
+    """Wait until the cluster has room, a second at a time, as Ctrl-C is not handled while Ray waits."""
     deadline, said = time.monotonic() + PATIENCE, False
     while not group.wait(1):
         if time.monotonic() > deadline:
@@ -118,7 +119,7 @@ def _await(ray: Any, group: Any, request: Request) -> None:
 
 
 class Relay:
-    """The actor: the process on its node, and its pipes."""
+    """The actor on a node: the process there, and its pipes."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -135,7 +136,7 @@ class Relay:
         self._said.put((number, b""))
 
     def address(self) -> str:
-        """This node's address."""
+        """Return this node's address."""
         import ray
 
         return str(ray.util.get_node_ip_address())
@@ -151,7 +152,8 @@ class Relay:
             self._process.stdin.flush()
 
     def read(self) -> Sequence[tuple[int, bytes]]:
-        """What the process has written since: to which stream, and what; nothing at a stream's end."""
+        """Return the process' new output: the number of the stream, and data, which is empty at a stream's
+        end."""
         with contextlib.suppress(queue.Empty):
             said = [self._said.get(timeout=WAIT)]
             with contextlib.suppress(queue.Empty):
@@ -162,7 +164,7 @@ class Relay:
 
 
 class Remote:
-    """The process behind an actor, with of subprocess.Popen what `several` uses."""
+    """The process behind an actor, with the interface of subprocess.Popen that `several` uses."""
 
     def __init__(self, ray: Any, relay: Any) -> None:
         self._ray, self._relay = ray, relay
@@ -177,7 +179,7 @@ class Remote:
         self._relay.write.remote(data)
 
     def flush(self) -> None:
-        """Do nothing: calls are sent, in order."""
+        """Do nothing, as calls are sent in order."""
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the cluster is gone
@@ -196,7 +198,7 @@ class Remote:
             self._ray.kill(self._relay)
 
     def _bring(self, into: list[int]) -> None:
-        """Write what the process says to the pipes, until it has closed both."""
+        """Write the process' output to the pipes, until it has closed both."""
         open_ones = dict(enumerate(into))
         try:
             while open_ones:
@@ -217,6 +219,6 @@ class Remote:
 
 
 def _write(pipe: int, data: bytes) -> None:
-    """All of it; nothing closes the pipe."""
+    """Write all data to a pipe, which stays open unless the data is empty."""
     with open(pipe, "wb", closefd=not data) as stream:
         stream.write(data)

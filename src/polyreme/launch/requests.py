@@ -1,4 +1,4 @@
-"""What a cluster is asked for, and the error that names all that it cannot be asked for.
+"""Requests to a cluster, and the error that lists all that it cannot fulfil.
 
 Communication: none."""
 
@@ -12,25 +12,17 @@ from polyreme.errors import LaunchError, Problem
 STOPPED = 75
 """The exit status of a run that was asked to save and end, and is to go on (EX_TEMPFAIL)."""
 ENDS = "\0polyreme: this rank ends with status {} {}\0\n"
-"""What a rank that ends writes to stderr for `command`, which does not show it: its status, and what it
-said of its failure, as JSON. A whole line, as Open MPI may keep what is none back till its own end."""
+"""The report that a rank which ends writes to stderr for `command`, which does not show it: its exit status,
+and the text of its failure as JSON. It is a whole line, as Open MPI may hold partial lines back till its own
+end."""
 UNITS = {
-    "": 1,
-    "k": 10**3,
-    "M": 10**6,
-    "G": 10**9,
-    "T": 10**12,
-    "P": 10**15,
-    "Ki": 2**10,
-    "Mi": 2**20,
-    "Gi": 2**30,
-    "Ti": 2**40,
-    "Pi": 2**50,
+    **{unit: 1000**power for power, unit in enumerate(("", "k", "M", "G", "T", "P"))},
+    **{unit: 1024**power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"), 1)},
 }
 
 
 class RequestError(LaunchError):
-    """Options that a cluster cannot fulfil; lists all of them."""
+    """Options that a cluster cannot fulfil, with all problems."""
 
     exit_status = 2
 
@@ -40,7 +32,7 @@ class RequestError(LaunchError):
 
 
 def size(text: str) -> float | None:
-    """Bytes (or units) of a Kubernetes quantity such as 16Gi; None of what is none."""
+    """Return the bytes (or units) of a Kubernetes quantity such as 16Gi; None for any other text."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]*)", text)
     if found is None or found[2] not in UNITS:
         return None
@@ -48,7 +40,7 @@ def size(text: str) -> float | None:
 
 
 def size_problems(**given: str | None) -> Iterable[Problem]:
-    """Sizes that are none, by the names of their options."""
+    """Yield values that are no size, by the names of their options."""
     for option, text in given.items():
         if text is not None and not size(text):
             reason = "it is no size above 0"
@@ -56,14 +48,14 @@ def size_problems(**given: str | None) -> Iterable[Problem]:
 
 
 def count_problems(counts: Mapping[str, tuple[int | None, int]]) -> Iterator[Problem]:
-    """Counts, by the names of their options, that are below the least of them."""
+    """Yield counts that are below their minimum, by the names of their options."""
     for option, (count, least) in counts.items():
         if count is not None and count < least:
             yield Problem(option, count, f"it is below {least}", f"give {least} or more")
 
 
 def gpu_problems(ranks: int, gpus: int | None, of: str) -> Iterator[Problem]:
-    """More ranks than the GPUs of each `of`, a pod or a node."""
+    """Yield a problem where there are more ranks than GPUs of each `of`, a pod or a node."""
     if gpus is not None and ranks > gpus:
         reason = f"each {of} has {gpus} (--gpus), and a GPU takes one rank"
         yield Problem("-n", ranks, reason, f"give -n {gpus}, or more GPUs")

@@ -1,8 +1,8 @@
-"""Starts the ranks of several hosts from one of them, or from elsewhere, and is their terminal: by a process
+"""Start the ranks of several hosts from one of them, or from elsewhere, and show their output: by a process
 on each (`polyreme.launch.on_host`), which this one reaches over ssh, or as its child on its own host.
 
-Invariants: nothing starts before every host was looked at, and all problems are told at once. Where ranks of
-one host fail, or a connection is lost, all hosts are ended; when `run` returns or raises, none of its
+Invariants: nothing starts before every host was checked, and all problems are reported at once. Where ranks
+of one host fail, or a connection is lost, all hosts are ended; when `run` returns or raises, none of its
 processes is left here, and those on other hosts have ended or end within LEAVING seconds of the loss of their
 connection.
 Communication: one pipe to and one from each host, within ssh. Ranks meet at one address of the first host."""
@@ -30,17 +30,17 @@ from polyreme.distributed.environment import LAUNCHED, PODS, RANKS_PER_POD, SERV
 from polyreme.distributed.versions import versions
 from polyreme.errors import LaunchError
 from polyreme.launch import frames
-from polyreme.launch.frames import TOLD, Frame
+from polyreme.launch.frames import MESSAGE, Frame
 from polyreme.launch.hostfile import Active, find_login, is_this_machine
-from polyreme.launch.manner import PLAIN, SAVING, Manner, RanksFailedError
 from polyreme.launch.on_host import ALIVE
+from polyreme.launch.options import PLAIN, SAVING, LaunchOptions, RanksFailedError
 from polyreme.launch.signals import acknowledge
 from polyreme.launch.streams import Printer
-from polyreme.launch.supervise import LEAVING, Run, Transport
+from polyreme.launch.supervise import LEAVING, SupervisedRun, Transport
 
 ANSWER = 90.0  # seconds for a host to be reached, and for a Python there to begin
 PREFIXES = ("POLYREME_", "NCCL_", "GLOO_", "OMP_", "TORCH_")
-"""Variables that all hosts get."""
+"""Prefixes of the variables that all hosts get."""
 _OWN = {LAUNCHED, PODS, SERVICE, RANKS_PER_POD}
 SSH = (
     "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5",
@@ -50,7 +50,7 @@ LAST_WORDS = 5
 
 
 class HostsError(LaunchError):
-    """Hosts on which the ranks cannot be started; lists the problems of all."""
+    """Hosts on which the ranks cannot be started, with the problems of all."""
 
     def __init__(self, problems: Mapping[str, Sequence[str]]) -> None:
         self.problems = problems
@@ -60,17 +60,17 @@ class HostsError(LaunchError):
 
 @dataclass(frozen=True)
 class RankCommand:
-    """What ranks run on each host: as for `polyreme.launch.torchrun.launch`.
+    """The command of the ranks on each host: as for `polyreme.launch.torchrun.launch`.
 
-    `files` are to be there on each host, in `folder`. `variables` are of the ranks on all hosts, beside those
-    whose names begin with PREFIXES, and `of_hosts` of those on one. Ranks meet at `address` of the first host
-    (None: one that all others reach), at `port` (0: any that is free). `source` is a file that the shell of
-    each host reads before anything is started there."""
+    `files` must exist on each host, in `folder`. `variables` are set for the ranks on all hosts, in addition
+    to those whose names begin with PREFIXES, and `of_hosts` for those on one. Ranks meet at `address` of the
+    first host (None: one that all others reach), at `port` (0: any that is free). `source` is a file that the
+    shell of each host reads before anything is started there."""
 
     command: Sequence[str]
     threads: int | None = None
     saves: bool = False
-    manner: Manner = PLAIN
+    options: LaunchOptions = PLAIN
     files: Sequence[str] = ()
     folder: str = field(default_factory=os.getcwd)
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class RankCommand:
 
 
 class Process(Protocol):
-    """The part of subprocess.Popen that is used of the process on a host."""
+    """What is used of the process on a host: some methods of subprocess.Popen."""
 
     stdin: Any
     stdout: Any
@@ -101,37 +101,37 @@ def run(
 ) -> signal.Signals | None:
     """Run ranks on the slots of `active`, in its order, and wait for their end.
 
-    `ssh` is the command that logs in, without terminal and questions; on this machine itself there is none.
-    `processes` were started on the hosts already, by something else.
-    What rank 0 prints is printed as it comes, what others do by lines after `[host rank] `. Ctrl-C, SIGTERM,
-    SIGHUP and SIGQUIT end all hosts, a second one at once; of a run that saves, SIGTERM and SIGUSR1 are
-    passed on as `launch` takes them, and by which it then has ended well is returned.
+    `ssh` is the command that logs in, without terminal and questions; on this machine itself none is needed.
+    `processes` are those that something else has started on the hosts already. Output of rank 0 is printed as
+    it comes, that of others by lines after `[host rank] `. Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end all hosts,
+    a second one at once. In a run that saves, SIGTERM and SIGUSR1 are passed on as `launch` takes them, and
+    the one by which it has ended well is returned.
 
-    Raises HostsError where it cannot start, ResourceError where the program that logs in is not there, and
+    Raises HostsError where it cannot start, ResourceError where the program that logs in is missing, and
     RanksFailedError when ranks fail, or a signal ends them."""
     started = _Started(active, what, ssh, processes or {})
-    return started.run(what.manner.wishes if what.saves else ())
+    return started.run(what.options.save_signals if what.saves else ())
 
 
 def forwarded(names: Iterable[str] = (), variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that ranks on all hosts get: those that begin with PREFIXES, and NAME or NAME=VALUE of
-    `names`. Raises LaunchError for a name that is not set."""
+    """Return the variables that ranks on all hosts get: those that begin with PREFIXES, and NAME or
+    NAME=VALUE of `names`. Raises LaunchError for a name that is not set."""
     found = {
         name: value for name, value in variables.items() if name.startswith(PREFIXES) and name not in _OWN
     }
     for each in names:
-        name, told, value = each.partition("=")
-        if not told and name not in variables:
+        name, equals, value = each.partition("=")
+        if not equals and name not in variables:
             raise LaunchError(f"--env {each}: the variable is not set; set it, or write --env {each}=VALUE")
-        found[name] = value if told else variables[name]
+        found[name] = value if equals else variables[name]
     return found
 
 
 def login(host: str, ssh: Sequence[str] = ("ssh",), source: str | None = None) -> list[str]:
-    """The command that starts the process on `host`, whose shell reads `source` before. In the words for the
-    shell nothing is the user's but paths."""
+    """Return the command that starts `on_host` on `host`, whose shell reads `source` before. Only paths in
+    the shell's words come from the user."""
     module = ["-m", "polyreme.launch.on_host"]
-    # without a slash it would be looked for on PATH
+    # the shell would look for a name without a slash on PATH
     first = f". {shlex.quote(source if '/' in source else f'./{source}')} && " if source else ""
     if is_this_machine(host):
         words = [sys.executable, *module]
@@ -143,18 +143,19 @@ def login(host: str, ssh: Sequence[str] = ("ssh",), source: str | None = None) -
 
 
 def python_path() -> str:
-    """This process's, with whole paths."""
-    parts = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-    return os.pathsep.join(str(Path(each).absolute()) for each in parts)
+    """Return this process' PYTHONPATH with absolute paths."""
+    folders = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return os.pathsep.join(str(Path(each).absolute()) for each in folders)
 
 
 # ---- hosts
 
 
 def _start(name: str, ssh: Sequence[str], source: str | None) -> tuple[Process, str]:
-    """The process on a host, and the way to it."""
+    """Start the launcher's process (`on_host`) on a host, by ssh where that is another machine. Returns it,
+    and "ssh" or "this machine"."""
     words = login(name, ssh, source)
-    # of a session of its own, so that a terminal's Ctrl-C is passed on, and in order
+    # in its own session, so that Ctrl-C reaches it only through this process, in order
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -169,7 +170,7 @@ class _Host:
     ) -> None:
         self.index, self.name, self.slots, self.events = index, name, slots, events
         self.facts: Mapping[str, Any] = {}
-        self.failing: tuple[bool, float] | None = None  # not by itself, and when it was heard
+        self.failing: tuple[bool, float] | None = None  # (whether other than by itself, when it was reported)
         self.outcome: Mapping[str, Any] | None = None
         self.gone = False
         self.said: list[str] = []
@@ -179,18 +180,18 @@ class _Host:
             reader.start()
 
     def ask(self, **what: Any) -> None:
-        """Send a wish; to one that is gone, nothing."""
+        """Send a request; nothing where the host is gone."""
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(frames.line(what))
             self.process.stdin.flush()
 
     def leave(self) -> None:
-        """Close the pipe to it, by which it ends."""
+        """Close the pipe to the host, at which its process ends."""
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
     def why(self) -> str:
-        """How the process ended without a word of its own."""
+        """Describe why the process ended without reporting it itself."""
         said = "; ".join(self.said[-LAST_WORDS:])
         status = self.process.wait()
         if "nknown option" in said and "-P" in said:
@@ -218,7 +219,7 @@ class _Host:
         for each in self.process.stderr:
             text = each.decode(errors="replace").rstrip()
             self.said = [*self.said[-LAST_WORDS:], text]
-            if self.facts:  # before, it is part of what cannot be started
+            if self.facts:  # earlier lines explain why it cannot be started
                 print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
 
 
@@ -228,7 +229,7 @@ _Events = queue.Queue[tuple[_Host, Frame | None]]
 class _Started(Transport):
     """All hosts of a run."""
 
-    grace = 1.0  # in which others fail that do not so because of the first one's end
+    grace = 1.0  # seconds in which others may fail by themselves
     saving = SAVING + LEAVING  # a host ends its ranks after SAVING itself
 
     def __init__(
@@ -243,7 +244,7 @@ class _Started(Transport):
 
     # ---- before the ranks
 
-    def start(self, run: Run) -> None:
+    def start(self, run: SupervisedRun) -> None:
         find_login(self._active.keys() - self._processes.keys(), self._ssh)
         for index, (name, slots) in enumerate(self._active.items()):
             if name in self._processes:
@@ -257,7 +258,7 @@ class _Started(Transport):
         self._begin(address)
 
     def _inspect(self) -> None:
-        """Have every host say what there is of what the run needs. Raises HostsError with all problems."""
+        """Ask every host whether it has what the run needs. Raises HostsError with all problems."""
         answers = self._answers(self.hosts, "look", folder=self.what.folder, files=list(self.what.files))
         mine = versions()
         problems, names = {}, dict[str, str]()
@@ -272,7 +273,8 @@ class _Started(Transport):
                 if there != mine[name]
             ]
             found = [*differing, *answer["problems"]]
-            machine = None if host.way == "Ray" else answer["machine"]  # which may have several nodes on one
+            # Ray may have several nodes on one machine
+            machine = None if host.way == "Ray" else answer["machine"]
             if machine in names:
                 found.append(f"it is the machine of {names[machine]}, too: give all its slots in one line")
             elif machine is not None:
@@ -283,7 +285,7 @@ class _Started(Transport):
             raise HostsError(problems)
 
     def _meeting_point(self) -> tuple[str, int] | None:
-        """An address and a port of the first host that all others reach; None of a single one.
+        """Return an address and a port of the first host that all others reach; None for a single host.
 
         Raises HostsError where there is none."""
         first, *others = self.hosts
@@ -319,7 +321,7 @@ class _Started(Transport):
         raise HostsError({first.name: [problem]})
 
     def _answers(self, hosts: Sequence[_Host], do: str, **what: Any) -> dict[_Host, Mapping[str, Any] | str]:
-        """What each host tells, or why it does not."""
+        """Return each host's answer, or a text why there is none."""
         for host in hosts:
             host.ask(do=do, **what)
         answers: dict[_Host, Mapping[str, Any] | str] = {}
@@ -334,7 +336,7 @@ class _Started(Transport):
         return {host: answers[host] for host in hosts}
 
     def _next(self) -> Iterator[tuple[_Host, Frame | None]]:
-        """What has come, if anything did in a moment."""
+        """Yield the next event, if one comes within a moment."""
         if time.monotonic() > self._said + ALIVE:
             self._said = time.monotonic()
             for host in self.hosts:
@@ -345,16 +347,16 @@ class _Started(Transport):
     # ---- the ranks
 
     def _begin(self, address: tuple[str, int] | None) -> None:
-        """Start the ranks of every host, which meet at `address`; says what is started."""
+        """Start the ranks of every host, which meet at `address`, and print what is started."""
         first = 0
-        manner = dataclasses.asdict(self.what.manner)
+        options = dataclasses.asdict(self.what.options)
         for here in "take", "begun", "interrupt_saves":
-            manner.pop(here)
+            options.pop(here)
         common = {
             "command": list(self.what.command),
             "threads": self.what.threads,
             "saves": self.what.saves,
-            "manner": manner,
+            "options": options,
             "count": len(self.hosts),
             "address": address,
         }
@@ -383,32 +385,32 @@ class _Started(Transport):
                     "message": f"the connection was lost ({host.why()})", "exit_status": 1, "rank": None
                 }  # fmt: skip
                 self._note(host, by_itself=True)
-        elif frame.kind != TOLD:
+        elif frame.kind != MESSAGE:
             self._printer.take(frame)
-        elif "failing" in (told := json.loads(frame.data)):
-            self._note(host, by_itself=told["failing"])
+        elif "failing" in (message := json.loads(frame.data)):
+            self._note(host, by_itself=message["failing"])
         else:
-            host.outcome = told
-            if told["end"] != "well":
+            host.outcome = message
+            if message["end"] != "well":
                 self._note(host, by_itself=False)
-        if all(each.outcome for each in self.hosts):  # ranks of any may need the first one's store till then
+        if all(each.outcome for each in self.hosts):  # until then ranks may need the first host's store
             for each in self.hosts:
                 each.leave()
 
     def _note(self, host: _Host, by_itself: bool) -> None:
-        """A failure that is no consequence of the end that was asked for."""
+        """Record a failure that is not the result of an end that was asked for."""
         if host.failing is None and not self._ending:
             host.failing = (not by_itself, time.monotonic())
 
     def save(self, number: int) -> bool:
-        if self.what.manner.interrupt_saves:
+        if self.what.options.interrupt_saves:
             acknowledge(number)
-        for host in self.hosts:  # on which SIGINT ends what runs
+        for host in self.hosts:  # where SIGINT would end the ranks
             host.ask(do="signal", number=int(signal.SIGTERM if number == signal.SIGINT else number))
         return True
 
     def end(self, number: int | None) -> None:
-        """Those that are about to end after a failure of their own do so, unless a signal came."""
+        """End all hosts. After a failure, a host that failed by itself is left to end; a signal ends each."""
         self._ending = True
         terminates = number == signal.SIGTERM and not self.what.saves
         for host in self.hosts:
@@ -418,20 +420,20 @@ class _Started(Transport):
     def stopped(self) -> str:
         return "every host was told to end"
 
-    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
+    def failure(self, save_signal: signal.Signals | None) -> RanksFailedError | None:
         failed = [host for host in self.hosts if host.failing]
         return self._report(sorted(failed, key=lambda host: host.failing or (True, 0.0))) if failed else None
 
     def _report(self, failed: Sequence[_Host]) -> RanksFailedError:
         first, *others = failed
-        told = first.outcome or {"message": "it did not end", "exit_status": 1, "rank": None}
-        text = f"on {first.name}: {told['message'] or 'it was ended'}"
+        end = first.outcome or {"message": "it did not end", "exit_status": 1, "rank": None}
+        text = f"on {first.name}: {end['message'] or 'it was ended'}"
         for host in others:
             message = (host.outcome or {}).get("message")
-            if message and message != told["message"]:
+            if message and message != end["message"]:
                 why = message.splitlines()[0].replace(" failed first: ", " failed: ", 1)
                 text += f"\nthen on {host.name}: {why}"
-        return RanksFailedError(text, told["exit_status"], told["rank"], told.get("traceback"))
+        return RanksFailedError(text, end["exit_status"], end["rank"], end.get("traceback"))
 
     def close(self, within: float) -> None:
         for host in self.hosts:
@@ -440,7 +442,7 @@ class _Started(Transport):
         for host in self.hosts:
             while host.process.poll() is None:
                 with contextlib.suppress(queue.Empty):
-                    self.events.get(timeout=0.05)  # a full queue would hold it up
+                    self.events.get(timeout=0.05)  # the process would block on a full queue
                 if time.monotonic() > deadline:
                     host.process.kill()
                     host.process.wait()

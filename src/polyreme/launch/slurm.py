@@ -1,8 +1,8 @@
 """Batch scripts that run ranks under Slurm: one launcher on each node, which starts the node's ranks.
 
-`script` is a function of what was asked for; `submit` hands it to sbatch.
-Invariants: an argument reaches the program as it is, whatever is in it; the job is put into the queue again
-only after Slurm's own warning, and where the run ended with STOPPED, so never after `scancel`.
+`script` depends only on the request; `submit` hands it to sbatch.
+Invariants: an argument reaches the program unchanged, whatever is in it; the job is requeued only after
+Slurm's own warning, and where the run ended with STOPPED, so never after `scancel`.
 Communication: none."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polyreme.errors import LaunchError, Problem
 from polyreme.launch.requests import STOPPED, RequestError, count_problems, gpu_problems, size_problems
 
 WARNING = 300
-"""Seconds before the end of its time at which a run that saves is warned, if the user doesn't say."""
+"""Seconds before the end of its time at which a run that saves is warned, by default."""
 OURS = {
     "job-name": "give --name",
     "nodes": "give --nodes or --elastic",
@@ -42,7 +42,7 @@ OURS = {
     "wait": "leave it out: the command itself waits, unless --detach is given",
     "wrap": "leave it out: the script is the one that is written here",
 }
-"""Sbatch's options that a script has, or cannot have, and what to do instead."""
+"""Options of sbatch that the script sets, or cannot have, and what to do instead."""
 OF_STEP = {
     "ntasks": OURS["ntasks"],
     "ntasks-per-node": OURS["ntasks"],
@@ -51,21 +51,22 @@ OF_STEP = {
     "wait": "leave it out: launchers that another one's failure does not end are killed so",
     "kill-on-bad-exit": "leave it out: it kills nodes that are about to end by themselves",
 }
-"""Srun's options that a script has, or cannot have, and what to do instead."""
+"""Options of srun that the script sets, or cannot have, and what to do instead."""
 ANSWER = 10.0  # seconds that Slurm may take to say how large a partition is
-LEFT = 30  # seconds after which srun kills a launcher that has not ended when another has
-FOREVER = 1000  # times that a job goes on, if the user doesn't say: one that never gets on ends at some time
+LEFT = 30  # seconds after one launcher's end after which srun kills the others
+FOREVER = 1000  # most restarts by default, so that a job without progress ends at last
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to run on nodes, as the options of the command say it.
+    """A request to run on nodes, from the options of the command.
 
     `command` is the program of each node. `least` is the fewest nodes, where not all of `nodes` need to be
     free. `saves`: a run that was stopped ends with STOPPED, and goes on from its checkpoint. `gpus` are a
-    number, or TYPE:NUMBER. `options` are more of sbatch's own, and `step` words that follow srun: options of
-    its own, and perhaps a program that runs the command. `prologue` is a script, and `setup` lines, before
-    that; a line that fails ends the job. `folder` is where the job is submitted, and prints to a file."""
+    number, or TYPE:NUMBER. `options` are added to sbatch's, and `step` are words that follow srun: options of
+    its own, and perhaps a program that runs the command. `prologue` is a script, and `setup` lines, to run
+    before it; a line that fails ends the job. `folder` is where the job is submitted, and where its output
+    file is."""
 
     command: Sequence[str]
     name: str
@@ -91,7 +92,7 @@ class Request:
 
     @property
     def warned(self) -> int:
-        """Seconds before the end at which the run is warned; 0 if it is not."""
+        """The seconds before the end at which the run is warned; 0 if it is not."""
         return (WARNING if self.warning is None else self.warning) if self.saves else 0
 
     @property
@@ -101,7 +102,7 @@ class Request:
 
 
 def script(request: Request) -> str:
-    """The batch script. Raises RequestError with all that is wrong with `request`."""
+    """Return the batch script. Raises RequestError with all problems of `request`."""
     if problems := list(_problems(request)):
         raise RequestError("Slurm", problems)
     header = "\n".join(f"#SBATCH --{option}" for option in _options(request))
@@ -132,7 +133,8 @@ exit "$status"
 
 
 def _before(request: Request) -> str:
-    """What the script does before srun. A command comes first: before it sbatch reads comments."""
+    """Return the lines of the script before srun. They begin with a command, as sbatch reads comments only
+    before the first one."""
     text = ":\n" if request.prologue or request.setup else ""
     if request.prologue:
         text += request.prologue.rstrip("\n") + "\nset +eu  # as what follows has it\n"
@@ -144,13 +146,13 @@ def _before(request: Request) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that sbatch took, of another `cluster` than this machine's where that is named."""
+    """A job that sbatch accepted. `cluster` names its cluster, where it is not this machine's."""
 
     number: str
     cluster: str = ""
 
     def words(self, program: str, *more: str) -> list[str]:
-        """A command of Slurm's, for the job's cluster."""
+        """Return a command of Slurm's for the job's cluster."""
         return [program, *([f"--clusters={self.cluster}"] if self.cluster else []), *more]
 
 
@@ -177,8 +179,8 @@ def submit(text: str) -> Job:
 
 
 def refuse_never(request: Request) -> None:
-    """Raise RequestError for more nodes, or time, than the partition ever gives, if Slurm says so: it would
-    have the job wait for ever."""
+    """Raise RequestError for more nodes, or time, than the partition ever gives, if Slurm says so: the job
+    would wait for ever."""
     clusters = any(each.startswith("--clusters") for each in request.options)
     asked = request.partition or os.environ.get("SBATCH_PARTITION", "")
     if clusters or not (found := _partitions(asked.split(","))):
@@ -189,16 +191,16 @@ def refuse_never(request: Request) -> None:
 
 
 def _partitions(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """What `scontrol` says of partitions, by their names; of the default one where none is named. Empty
-    where it does not say it of all."""
+    """Return the limits of partitions from `scontrol`, by their names; of the default one where none is
+    named. Empty where it does not know them all."""
     try:
-        told = subprocess.run(
+        answer = subprocess.run(
             ["scontrol", "--oneliner", "show", "partition"], capture_output=True, timeout=ANSWER, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return {}  # sbatch will say why
     lines = [dict(word.split("=", 1) for word in line.split() if "=" in word)
-             for line in os.fsdecode(told).splitlines()]  # fmt: skip
+             for line in os.fsdecode(answer).splitlines()]  # fmt: skip
     by_name = {line.get("PartitionName", ""): line for line in lines}
     if names == [""]:
         names = [name for name, line in by_name.items() if line.get("Default") == "YES"]
@@ -206,7 +208,8 @@ def _partitions(names: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _never(request: Request, name: str, words: Mapping[str, str]) -> Iterator[Problem]:
-    """Why a partition never has what is asked for. A QOS may lift its limits, but adds no nodes."""
+    """Yield the reasons why a partition never fulfils the request. A QOS may lift its limits, but adds no
+    nodes."""
     limits = ("TotalNodes",) if request.qos else ("MaxNodes", "TotalNodes")
     counts = {each: int(words[each]) for each in limits if words.get(each, "").isdigit()}
     limit = min(counts, key=counts.__getitem__, default="")
@@ -224,16 +227,16 @@ def _never(request: Request, name: str, words: Mapping[str, str]) -> Iterator[Pr
 
 
 def seconds(time: str) -> int | None:
-    """Seconds of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None of what is
-    none."""
+    """Return the seconds of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for
+    any other text."""
     if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", time, re.ASCII):
         return None
     days, dash, rest = time.rpartition("-")
-    parts = [int(each) for each in rest.split(":")]
-    if dash or len(parts) == 3:  # hours come first
-        hours, minutes, more = (*parts, 0, 0)[:3]
+    numbers = [int(each) for each in rest.split(":")]
+    if dash or len(numbers) == 3:  # hours come first
+        hours, minutes, more = (*numbers, 0, 0)[:3]
     else:
-        hours, (minutes, more) = 0, (*parts, 0)[:2]
+        hours, (minutes, more) = 0, (*numbers, 0)[:2]
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + more
 
 
@@ -268,7 +271,7 @@ def _options(request: Request) -> Iterator[str]:
 
 
 def _memory(size: str | None) -> str | None:
-    """Slurm's units are those of 1024, without the i; it takes whole numbers, and up to T."""
+    """Return a size in Slurm's notation: units of 1024 without the i, whole numbers, and up to T."""
     if size is None:
         return None
     number, unit = float(size.rstrip("kKMGTPi")), size.removesuffix("i")[-1].upper()
@@ -331,10 +334,10 @@ def _problems(request: Request) -> Iterator[Problem]:
 
 
 def _line_problems(request: Request) -> Iterator[Problem]:
-    """What cannot stand before, or behind, srun."""
+    """Yield words and lines that cannot stand before, or behind, srun."""
     for word in request.step:
         if not word.startswith("-"):
-            break  # a program, whose own the rest is
+            break  # a program, and its own arguments
         if not word.startswith("--"):
             reason = "it is none of srun's long options in one word"
             yield Problem("--srun", word, reason, "write --srun=--OPTION=VALUE")
@@ -351,7 +354,7 @@ def _line_problems(request: Request) -> Iterator[Problem]:
 
 
 def _misread(text: str) -> str:
-    """What bash says of a text that is no script; "" if it is one, or there is no bash."""
+    """Return bash's message about a text that is no script; "" if it is one, or there is no bash."""
     try:
         done = subprocess.run(["bash", "-n"], input=os.fsencode(text), capture_output=True, check=False)
     except OSError:

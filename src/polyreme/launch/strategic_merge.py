@@ -1,8 +1,8 @@
-"""Changes manifests by strategic merge patches, as `kubectl patch` does.
+"""Change manifests by strategic merge patches, as `kubectl patch` does.
 
 Maps are merged, null deletes, and lists of MERGE_KEYS are merged by that key of their elements; every other
 list is replaced. `$patch: replace` and `$patch: delete` are understood.
-Invariants: a patch that changes nothing, or what the ranks find each other by, is refused.
+Invariants: a patch that changes nothing, or that changes how ranks find each other, is refused.
 Communication: none."""
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ MERGE_KEYS = {
     "volumeMounts": "mountPath",
     "volumes": "name",
 }
-"""The lists that Kubernetes, JobSet and Kubeflow merge, and by what. Tolerations are not among them."""
+"""The lists that Kubernetes, JobSet and Kubeflow merge, with the key of their elements. Tolerations are not
+among them."""
 FIXED = (
     *("apiVersion", "kind", "name", "namespace", "command", "data", "restartPolicy"),
     *("completions", "parallelism", "completionMode", "replicas", "numNodes", "numProcPerNode"),
     *("clusterIP", "selector", "publishNotReadyAddresses", "enableDNSHostnames", "subdomain"),
 )
-"""What ranks find each other, and their config, by."""
+"""Keys by which ranks find each other and their config, so that no patch may change them."""
 WITHIN = ("metadata", "spec", "template", "network", "mlPolicy", "trainer", "trainingRuntimeSpec")
 WITHIN_LISTS = ("containers", "replicatedJobs", "runtimePatches")
 
@@ -50,7 +51,7 @@ class PatchError(ValueError):
 
 
 def patched(documents: Sequence[Map], patches: Mapping[str, str]) -> tuple[list[Map], list[Problem]]:
-    """`documents` after `patches` (texts by the names of their files), and what is wrong with these."""
+    """Return `documents` after `patches` (texts by the names of their files), and the problems of these."""
     found, problems = list(documents), []
     fix = "write what kubectl patch takes, with the kind (and metadata.name) of the manifest that it changes"
     for file, text in patches.items():
@@ -75,7 +76,7 @@ def _name(document: Map) -> str:
 
 
 def _place(documents: Sequence[Map], patch: Any) -> int:
-    """Which of `documents` a patch is for."""
+    """Return the index of the document that a patch is for."""
     if not isinstance(patch, dict):
         raise PatchError("it has a document that is no map")
     metadata = patch.get("metadata")
@@ -88,7 +89,8 @@ def _place(documents: Sequence[Map], patch: Any) -> int:
 
 
 def merged(old: Map, patch: Map, where: str = "") -> Map:
-    """A map after a patch. Raises PatchError for a deletion that hits nothing, and what is not understood."""
+    """Return a map after a patch. Raises PatchError for a deletion of a missing key, and for unknown
+    directives."""
     patch = dict(patch)
     directive = patch.pop("$patch", "merge")
     if directive not in ("merge", "replace") or any(str(key).startswith("$") for key in patch):
@@ -130,7 +132,7 @@ def _merged_list(old: list[Any], patch: list[Any], key: str | None, where: str) 
 
 
 def _changed(before: Map, after: Map, where: str = "") -> Iterator[str]:
-    """What of that which a run depends on is not as before."""
+    """Yield the fields that a run depends on and that have changed."""
     for key in FIXED:
         if before.get(key) != after.get(key):
             yield f"{where}.{key}".removeprefix(".")

@@ -1,7 +1,6 @@
-"""What ranks print: it reaches the launcher over pipes, and whoever is to see it by lines that name their
-rank.
+"""The output of ranks: it reaches the launcher over pipes, and is printed by lines that name their rank.
 
-Invariant: all that ranks wrote before they ended is handed on. Communication: none."""
+Invariant: all that ranks wrote before they ended is passed on. Communication: none."""
 
 from __future__ import annotations
 
@@ -18,24 +17,26 @@ Take = Callable[[Frame], None]
 
 
 class Pipes:
-    """Hands on what ranks print to `take`, in a thread, with the rank's number; nothing at its end."""
+    """Passes the output of ranks to `take`, in a thread, as frames with the rank's number; an empty one at
+    its end."""
 
     def __init__(self, take: Take) -> None:
         self._take, self._pipes, self._over = take, selectors.DefaultSelector(), threading.Event()
         self._thread = threading.Thread(target=self._hand_on, daemon=True)
 
     def open(self, rank: int, kind: int) -> int:
-        """A pipe for what a rank prints, of `OUTPUT` or `ERRORS`: the end to write to."""
+        """Return the write end of a new pipe for a rank's output, `OUTPUT` or `ERRORS`."""
         out, into = os.pipe()
         self._pipes.register(out, selectors.EVENT_READ, Frame(kind, rank, b""))
         return into
 
     def start(self) -> None:
-        """Begin, once all pipes are open."""
+        """Start the thread, once all pipes are open."""
         self._thread.start()
 
     def close(self) -> None:
-        """Hand on what is left in the pipes; what processes that ranks left behind print has no end."""
+        """Pass on what is left in the pipes, for at most PATIENCE seconds: processes that ranks left behind
+        may print for ever."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join(PATIENCE)
@@ -57,21 +58,21 @@ class Pipes:
 
 
 class Printer:
-    """Prints what ranks print: rank 0's bytes as they are, others' lines after their host and rank."""
+    """Prints the output of ranks: that of rank 0 unchanged, other ranks' lines after their host and rank."""
 
     def __init__(self) -> None:
         self._hosts: dict[int, str] = {}
         self._begun: dict[tuple[int, int], bytes] = {}
 
     def begin(self, host: str, way: str, first: int, ranks: int) -> None:
-        """Say that `ranks` ranks start on a host, of which `first` is the first."""
+        """Print that `ranks` ranks start on a host, beginning with rank `first`."""
         last = first + ranks - 1
         named = f"rank {first}" if ranks == 1 else f"ranks {first} to {last}"
         print(f"{host}: {named} ({way})", file=sys.stderr, flush=True)
         self._hosts.update(dict.fromkeys(range(first, last + 1), host))
 
     def take(self, frame: Frame) -> None:
-        """Print what a rank wrote, as far as its lines are whole, or at its end."""
+        """Print output of a rank as far as its lines are complete, and the rest at its end."""
         if frame.rank == 0:
             self._write(frame.kind, frame.data)
             return
@@ -85,7 +86,7 @@ class Printer:
             self._write(frame.kind, b"".join(self._line(frame.rank, line) for line in whole.split(b"\n")))
 
     def flush(self) -> None:
-        """Print the lines that were begun."""
+        """Print the incomplete lines."""
         for kind, rank in [*self._begun]:
             self._flush(kind, rank)
 
@@ -101,6 +102,6 @@ class Printer:
         if buffer := getattr(stream, "buffer", None):
             buffer.write(data)
             buffer.flush()
-        else:  # a notebook's
+        else:  # as in a notebook
             stream.write(data.decode(errors="replace"))
             stream.flush()

@@ -1,8 +1,8 @@
-"""Waits for the end of a run, wherever its ranks are: which signal is a wish to save and which one ends the
+"""Wait for the end of a run, wherever its ranks are: which signal asks ranks to save and which one ends the
 run, when ranks are ended because others have failed, and with which error and exit status.
 
-A `Transport` reaches the ranks and knows what became of them. Invariant: when its `run` returns or raises, it
-has been closed. Communication: none."""
+A `Transport` reaches the ranks and reports their end. Invariant: when its `run` returns or raises, it has
+been closed. Communication: none."""
 
 from __future__ import annotations
 
@@ -13,95 +13,100 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from polyreme.launch.manner import SAVING, RanksFailedError
+from polyreme.launch.options import SAVING, RanksFailedError
 from polyreme.launch.requests import STOPPED
-from polyreme.launch.signals import ENDINGS, Heard, Wishes, hearing
+from polyreme.launch.signals import ENDINGS, Heard, SaveRequests, hearing
 
 LEAVING = 12.0  # seconds for ranks elsewhere that are to end at once
 
 
 class Transport(Protocol):
-    """The way to the ranks of a run."""
+    """The connection to the ranks of a run: starts, signals and ends them."""
 
     grace: float = 0.0
-    """Seconds after the first failure in which others fail, or end, by themselves."""
+    """Seconds after the first failure in which other ranks may fail, or end, by themselves."""
     leaving: float = LEAVING
-    """Seconds for ranks that are to end."""
+    """Seconds for ranks to end after they were told to."""
     saving: float = SAVING
-    """Seconds for ranks that were asked to save."""
+    """Seconds for ranks to save after they were asked to."""
+    restarts: bool = False
+    """True if ranks may begin again after they saved, and so be asked again."""
 
-    def start(self, run: Run) -> None:
-        """Start the ranks; what waits does so where the run is `interruptible`."""
+    def start(self, run: SupervisedRun) -> None:
+        """Start the ranks. Long waits go within `run.interruptible`."""
 
     def look(self) -> bool:
-        """Take what has come, after a moment. Returns whether all has ended."""
+        """Wait a moment and process what has happened. Returns whether all ranks have ended."""
 
     def failing(self) -> bool:
-        """Whether a rank has failed."""
+        """Return whether a rank has failed."""
         return False
 
     def save(self, number: int) -> bool:
-        """Have ranks save and end. Returns whether there are any to hear it."""
+        """Ask the ranks to save and end. Returns whether there are any that can hear it."""
 
     def end(self, number: int | None) -> None:
-        """Have all ranks end at once, by a signal, or (None) as one has failed."""
+        """End all ranks at once, by a signal, or (None) because one has failed."""
 
     def close(self, within: float) -> None:
-        """Leave nothing behind, after so many seconds at most for what is about to end."""
+        """Leave nothing behind, waiting at most `within` seconds for what is about to end."""
 
     def stopped(self) -> str:
-        """What became of the ranks of a run that a signal has ended, in words, once it is closed."""
+        """Describe the end of a run that a signal has ended. Called once it is closed."""
 
-    def failure(self, wish: signal.Signals | None) -> RanksFailedError | None:
-        """How the run has failed, if it has, once it is closed. `wish`: by which ranks were asked to save."""
+    def failure(self, save_signal: signal.Signals | None) -> RanksFailedError | None:
+        """Return the error of a run that has failed. Called once it is closed. `save_signal`: the signal by
+        which ranks were asked to save."""
 
     def agree(self, error: RanksFailedError | None) -> RanksFailedError | None:
-        """How the run has failed, where others than this process have a say in it."""
+        """Return the error of the whole run, where other hosts take part in it."""
         return error
 
-    def run(self, wishes: Collection[int] = ()) -> signal.Signals | None:
+    def run(self, save_signals: Collection[int] = ()) -> signal.Signals | None:
         """Start the ranks, and wait for their end.
 
-        The signals in `wishes` are passed on once, as the wish to save; `Wishes` says which ones of them end
-        the run. Any other signal of ENDINGS ends it, and a second one at once. Returns the wish by which the
-        ranks ended well. Raises RanksFailedError where the run ends otherwise, or by a signal."""
+        The signals in `save_signals` are passed on once, as the request to save; `SaveRequests` decides which
+        further ones end the run. Any other signal of ENDINGS ends it, and a second one at once. Returns the
+        signal at which the ranks saved and ended well. Raises RanksFailedError where the run ends otherwise,
+        or by a signal."""
         with hearing(ENDINGS) as came:
-            run = Run(self, wishes, came)
+            run = SupervisedRun(self, save_signals, came)
             try:
                 self.start(run)
                 run.wait()
             finally:
                 self.close(run.left())
-            error = self.failure(run.wishes.first) if run.number is None else run.stopped()
+            error = self.failure(run.save_requests.first) if run.number is None else run.stopped()
             if error := self.agree(error):
                 raise error
-            return run.wishes.first
+            return run.save_requests.first
 
 
 def stopped_by(number: int, how: str) -> RanksFailedError:
-    """The error of a run that a signal has ended, and `how`."""
+    """Return the error of a run that a signal has ended; `how` says what became of its ranks."""
     return RanksFailedError(f"stopped by {signal.Signals(number).name}; {how}", 128 + number)
 
 
 def going_on(how: str = "") -> RanksFailedError:
-    """The error of a run whose ranks saved and ended, to be started again."""
+    """Return the error of a run whose ranks saved and ended, to be started again."""
     return RanksFailedError(f"ranks have stopped{how}, and are to go on (status {STOPPED})", STOPPED)
 
 
-class Run:
-    """What has been heard, and until when it is waited for; in seconds of the monotonic clock."""
+class SupervisedRun:
+    """One run under supervision: the signals that came, and the deadlines for its ranks, in seconds of the
+    monotonic clock."""
 
     def __init__(self, transport: Transport, asking: Collection[int], came: Heard) -> None:
         self._transport, self._asking, self._came = transport, asking, came
         self.number: int | None = None
         """The signal that ends the run."""
-        self.wishes = Wishes()
+        self.save_requests = SaveRequests()
         self._late = False  # whether ranks have not saved in time
         self._failed, self._asked, self._deadline = math.inf, math.inf, math.inf
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Have a signal that has come, or comes, raise RanksFailedError."""
+        """Raise RanksFailedError at once for a signal that has come or comes within the block."""
         self._check()
         self._came.then = self._check
         try:
@@ -110,15 +115,15 @@ class Run:
             self._came.then = None
 
     def ask(self, number: int) -> None:
-        """Have ranks that save do so, once, as if the signal had come."""
-        if self.wishes.first is None:
+        """Ask ranks to save, once, as if the signal `number` had come."""
+        if self.save_requests.first is None:
             self._came.append(number)
 
     def wait(self) -> None:
-        """Until all has ended, or time is up."""
+        """Return when all ranks have ended, or their time is up."""
         while True:
             ended = self._transport.look()
-            while self._came:  # perhaps one that was sent to the ranks, too, and has ended them
+            while self._came:  # the ranks may have ended by the same signal
                 self._heed(self._came.pop(0))
             if ended:
                 return
@@ -128,16 +133,16 @@ class Run:
             if now >= self._failed + self._transport.grace and self._deadline == math.inf:
                 self._end(None)
             if now > self._asked + self._transport.saving and self._deadline == math.inf:
-                self.number, self._late, self._deadline = self.wishes.first, True, now
+                self.number, self._late, self._deadline = self.save_requests.first, True, now
             if now >= self._deadline:
                 return
 
     def left(self) -> float:
-        """Seconds for what is about to end."""
+        """Return the seconds left for what is about to end."""
         return max(min(self._deadline - time.monotonic(), self._transport.leaving), 0.0)
 
     def stopped(self) -> RanksFailedError:
-        """The error of a run that a signal has ended."""
+        """Return the error of a run that a signal has ended."""
         assert self.number is not None
         how = self._transport.stopped()
         if self._late:
@@ -150,13 +155,13 @@ class Run:
             raise self.stopped()
 
     def _heed(self, number: int) -> None:
-        now = time.monotonic()
+        now, asked = time.monotonic(), self._asked < math.inf
         if self.number is not None:
             self._deadline = now
         elif (
             number in self._asking
-            and not self.wishes.again(number)
-            and (self._asked < now or self._transport.save(number))
+            and not self.save_requests.again(number)
+            and (((not asked or self._transport.restarts) and self._transport.save(number)) or asked)
         ):
             self._asked = min(self._asked, now)
         else:

@@ -1,13 +1,12 @@
-"""What ranks on several hosts find out about their hosts and the ways between them; `polyreme doctor` shows
-it.
+"""Facts that ranks on several hosts find out about their hosts and the connections between them;
+`polyreme doctor` shows them.
 
 Communication: facts as JSON in two all-gathers; then between the first ranks of each pair of hosts, one pair
-at a time, small messages to and fro and some large ones. Invariant: nothing is left in the folder."""
+at a time, small messages to and fro and some large ones. Invariant: no file is left in the folder."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import resource
@@ -30,6 +29,7 @@ import torch.distributed as dist
 
 from polyreme.distributed.environment import detect
 from polyreme.distributed.interfaces import addresses
+from polyreme.distributed.mesh import Axis, everyone
 from polyreme.distributed.process_group import close, join
 from polyreme.distributed.versions import versions
 
@@ -40,8 +40,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two hosts: how long a small message takes one way, in seconds, how many bytes a second large ones
-    bring in the slower direction, and by how many seconds the second's clock is ahead."""
+    """Two hosts: the seconds that a small message takes one way, the bytes a second of large ones in the
+    slower direction, and the seconds by which the second host's clock is ahead."""
 
     hosts: tuple[str, str]
     latency: float
@@ -51,7 +51,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Survey:
-    """`facts` of each host, from its first rank, and all pairs of hosts."""
+    """The `facts` of each host, from its first rank, and all pairs of hosts."""
 
     ranks: int
     facts: Sequence[Mapping[str, Any]]
@@ -59,21 +59,21 @@ class Survey:
 
 
 def survey() -> Survey | None:
-    """Look at all hosts; all ranks call it. None on all ranks but the first.
+    """Examine all hosts; all ranks call it. Returns None on all ranks but the first.
 
     Raises TransportError where the ranks do not meet."""
-    device = join()
-    place = detect()
-    everyone = _gather([socket.gethostname(), place.local_rank], device)
-    first = [rank for rank, (_, local) in enumerate(everyone) if local == 0]
-    facts = _gather({**_facts(), "sees folder": _sees_folder(device)}, device)
-    pairs = [_measure(a, b, everyone[a][0], everyone[b][0], device) for a, b in combinations(first, 2)]
+    device, place, ranks = join(), detect(), everyone()
+    names = ranks.gather_objects([socket.gethostname(), place.local_rank])
+    first = [rank for rank, (_, local) in enumerate(names) if local == 0]
+    facts = ranks.gather_objects({**_facts(), "sees folder": _sees_folder(ranks)})
+    pairs = [_measure(a, b, (names[a][0], names[b][0]), ranks, device) for a, b in combinations(first, 2)]
     close()
     return Survey(place.world_size, [facts[rank] for rank in first], pairs) if place.rank == 0 else None
 
 
 def links(matrix: str) -> Mapping[str, int]:
-    """How many pairs of GPUs have which link, in `nvidia-smi topo -m`: NV18, PIX, SYS, ..."""
+    """Count the pairs of GPUs by their link (NV18, PIX, SYS, ...), from the output of
+    `nvidia-smi topo -m`."""
     rows = [re.split(r"[\t ]+", line.strip()) for line in matrix.splitlines()]
     gpus = {row[0]: row[1:] for row in rows if re.fullmatch(r"GPU\d+", row[0]) and "X" in row}
     return Counter(row[other] for number, row in enumerate(gpus.values()) for other in range(number))
@@ -100,7 +100,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of what has to be the same on all hosts; over MPI its library, too."""
+    """Return versions of software that has to be the same on all hosts; over MPI its library's, too."""
     found = dict(versions())
     if mpi := sys.modules.get("mpi4py.MPI"):  # over which ranks met
         name = mpi.Get_library_version().splitlines()[0].partition(",")[0]
@@ -121,28 +121,29 @@ def _topology() -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", asked.stdout)
 
 
-def _sees_folder(device: torch.device) -> bool | None:
-    """Whether a file that rank 0 writes in its folder is there; None where it could not write one."""
+def _sees_folder(ranks: Axis) -> bool | None:
+    """Return whether a file that rank 0 writes in its folder shows here; None where it could not write
+    one."""
     path = None
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):
             path = Path.cwd() / f".polyreme-doctor-{uuid.uuid4().hex}"
             path.touch(exist_ok=False)
     try:
-        told = _gather(str(path) if path and path.exists() else None, device)[0]
+        written = ranks.gather_objects(str(path) if path and path.exists() else None)[0]
         deadline = time.monotonic() + SEEN
-        seen = told is not None and Path(told).exists()
-        while told is not None and not seen and time.monotonic() < deadline:
+        seen = written is not None and Path(written).exists()
+        while written is not None and not seen and time.monotonic() < deadline:
             time.sleep(0.1)
-            seen = Path(told).exists()
-        _gather(None, device)
+            seen = Path(written).exists()
+        ranks.barrier()
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
-    return None if told is None else seen
+    return None if written is None else seen
 
 
-def _measure(a: int, b: int, host: str, other: str, device: torch.device) -> Pair:
+def _measure(a: int, b: int, hosts: tuple[str, str], ranks: Axis, device: torch.device) -> Pair:
     """Measure between ranks a and b, the first of their hosts; all ranks call it."""
     rank = dist.get_rank()
     found: list[float] = []
@@ -154,13 +155,13 @@ def _measure(a: int, b: int, host: str, other: str, device: torch.device) -> Pai
         _answer(a, device)
         _take(a, device)
         found = [_bandwidth(a, device)]
-    told = _gather(found, device)
-    (there, latency, ahead), [back] = told[a], told[b]
-    return Pair((host, other), latency, min(there, back), ahead)
+    results = ranks.gather_objects(found)
+    (there, latency, ahead), [back] = results[a], results[b]
+    return Pair(hosts, latency, min(there, back), ahead)
 
 
 def _ping(b: int, device: torch.device) -> tuple[float, float]:
-    """How far b's clock is ahead, and half the time to it and back."""
+    """Return by how much b's clock is ahead, and half the time of a round trip."""
     said = torch.zeros(1, dtype=torch.float64, device=device)
     clock, began = time.time(), time.perf_counter()
     dist.send(said, b)
@@ -179,7 +180,7 @@ def _answer(a: int, device: torch.device) -> None:
 
 
 def _bandwidth(to: int, device: torch.device) -> float:
-    """Bytes a second to a rank, the most of some times."""
+    """Return the bytes a second to a rank, the best of TIMES."""
     large = torch.zeros(LARGE, dtype=torch.uint8, device=device)
     done = torch.zeros(1, device=device)
     most = 0.0
@@ -197,19 +198,3 @@ def _take(sender: int, device: torch.device) -> None:
     for _ in range(TIMES):
         dist.recv(large, sender)
         dist.send(torch.zeros(1, device=device), sender)
-
-
-def _gather(what: Any, device: torch.device) -> list[Any]:
-    """What each rank gives, an object of JSON's."""
-    data = torch.frombuffer(bytearray(json.dumps(what).encode()), dtype=torch.uint8).to(device)
-    size = torch.tensor([data.numel()], device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    longest = max(int(each) for each in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded)
-    return [
-        json.loads(bytes(each[: int(length)].tolist())) for each, length in zip(received, sizes, strict=True)
-    ]

@@ -1,5 +1,5 @@
-"""Where every number of every tensor lives: named tensors packed into a flat buffer that is cut into one
-shard per rank, and single tensors cut along a dimension over the ranks of tensor parallelism.
+"""Where every number of every tensor lies: named tensors packed into a flat buffer that is cut into one shard
+per rank, and single tensors cut along a dimension over the ranks of tensor parallelism.
 
 Invariant: the shards partition the buffer exactly, and every number of every tensor lies in exactly one shard
 at one place. All arithmetic is in ranges; nothing assumes that a tensor, or the buffer, divides by the world
@@ -28,14 +28,13 @@ Boundary = Literal["element", "tensor"]
 
 
 def align(count: int) -> int:
-    """`count` rounded up to a multiple of ALIGN."""
+    """Return `count` rounded up to a multiple of ALIGN."""
     return round_up(count, ALIGN)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor to be placed: its name, shape, and the optimizer group (any small integer) that it belongs
-    to."""
+    """A tensor to be placed: its name, shape, and optimizer group (any small integer)."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +47,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor at its place: elements [start, stop) of the flat buffer."""
+    """The place of a tensor: elements [start, stop) of the flat buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,8 +65,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Range:
-    """Elements [start, stop) of the flattened tensor `name` lie at [offset, offset + stop - start) of a
-    shard."""
+    """Elements [start, stop) of the flattened tensor `name`, which lie at [offset, offset + stop - start) of
+    a shard."""
 
     name: str
     start: int
@@ -81,7 +80,7 @@ class Range:
 
 @dataclass(frozen=True)
 class GroupInterval:
-    """A contiguous part [start, stop) of the flat buffer whose elements are all of one optimizer group.
+    """A range [start, stop) of the flat buffer whose elements belong to one optimizer group.
 
     `slot` is given where it is exactly one whole tensor (boundary="tensor")."""
 
@@ -127,24 +126,24 @@ class BucketLayout:
 
     @property
     def size(self) -> int:
-        """Elements of the whole buffer, padding included."""
+        """The elements of the whole buffer, with padding."""
         return self.shard_size * self.world
 
     @cached_property
     def used(self) -> int:
-        """Elements of the tensors alone, without padding."""
+        """The elements of the tensors, without padding."""
         return sum(slot.size for slot in self.slots)
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """The part [start, stop) of the buffer that is rank's shard."""
+        """Return the range [start, stop) of the buffer that is the rank's shard."""
         return rank * self.shard_size, (rank + 1) * self.shard_size
 
     def ranges(self, rank: int) -> list[Range]:
-        """What rank's shard holds of each tensor."""
+        """Return the ranges of tensors that lie in the rank's shard."""
         return self.within(*self.shard(rank))
 
     def within(self, low: int, high: int) -> list[Range]:
-        """What the part [low, high) of the buffer holds of each tensor."""
+        """Return the ranges of tensors that lie in elements [low, high) of the buffer."""
         found = []
         for slot in self.slots:
             if inside := overlap(slot, Interval(low, high)):
@@ -153,19 +152,19 @@ class BucketLayout:
         return found
 
     def gaps(self) -> list[Interval]:
-        """The padding: parts of the buffer that belong to no tensor."""
+        """Return the padding: the intervals of the buffer that belong to no tensor."""
         return gaps(((slot.start, slot.stop) for slot in self.slots), Interval(0, self.size))
 
     def group_intervals(self, start: int, stop: int) -> list[GroupInterval]:
-        """The parts of [start, stop) of one group each; it covers whole shards. Padding belongs to the part
-        before it (its values stay zero)."""
-        part = Interval(start, stop)
-        ordered = [s for s in sorted(self.slots, key=lambda s: s.start) if overlap(s, part)]
+        """Cut [start, stop), which covers whole shards, into intervals of one group each. Padding belongs to
+        the interval before it (its values stay zero)."""
+        within = Interval(start, stop)
+        ordered = [s for s in sorted(self.slots, key=lambda s: s.start) if overlap(s, within)]
         if self.boundary == "tensor":
             return [GroupInterval(s.group, s.start, s.stop, s) for s in ordered]
         found: list[GroupInterval] = []
         for slot in ordered:
-            low, high = overlap(Interval(slot.start, align(slot.stop)), part)
+            low, high = overlap(Interval(slot.start, align(slot.stop)), within)
             if found and found[-1].group == slot.group and found[-1].stop == low:
                 found[-1] = GroupInterval(slot.group, found[-1].start, high)
             else:
@@ -174,7 +173,7 @@ class BucketLayout:
 
 
 def _pack(specs: Sequence[TensorSpec], start: int) -> tuple[list[Slot], int]:
-    """Slots for `specs` one behind the other from `start`, and where the next would begin."""
+    """Place `specs` one after the other from `start`. Returns their slots, and where the next would begin."""
     slots = []
     for spec in specs:
         slots.append(Slot(spec.name, spec.shape, spec.group, start))
@@ -184,13 +183,13 @@ def _pack(specs: Sequence[TensorSpec], start: int) -> tuple[list[Slot], int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a whole tensor of `shape` is divided over ranks along `dim`: rank r holds the ranges `pieces[r]` of
-    it, one behind the other, and zeros behind them up to `length`, so that every rank's tensor has the same
-    shape. With `inner`, what that leaves is divided once more, along another dimension, over ranks of
-    another axis: the ranks are then those of both axes, the last of which counts fastest.
+    """A division of a tensor of `shape` over ranks along `dim`. Rank r holds the ranges `pieces[r]` of it,
+    one after the other, and zeros after them up to `length`, so that every rank's tensor has the same shape.
+    With `inner`, each rank's tensor is divided once more, along another dimension, over ranks of another
+    axis: the ranks are then those of both axes, the last of which counts fastest.
 
-    Ranks may hold the same numbers (a key-value head that several need); every number is held by one rank at
-    least."""
+    Several ranks may hold the same numbers (a key-value head that they all need); every number is held by at
+    least one rank."""
 
     shape: tuple[int, ...]
     dim: int
@@ -200,17 +199,17 @@ class Cut:
 
     @classmethod
     def whole(cls, shape: Sequence[int], ways: int) -> Cut:
-        """Every rank holds all of it."""
+        """Return the cut by which each of `ways` ranks holds the whole tensor."""
         length = shape[0] if len(shape) else 1
         return cls(tuple(shape), 0, (((0, length),),) * ways, length)
 
     @classmethod
     def packed(cls, shape: Sequence[int], dim: int, ways: int, sections: Sequence[tuple[int, int]]) -> Cut:
-        """A cut of several sections one behind the other, each divided by itself: (elements, units that
+        """Return a cut of consecutive sections, each divided by itself. A section is (elements, units that
         cannot be divided, such as heads).
 
-        A section of fewer units than ranks is replicated by rule: `ways / units` neighbours hold the same
-        unit. Raises ValueError where neither number divides the other."""
+        A section of fewer units than ranks is replicated: `ways / units` neighbours hold the same unit.
+        Raises ValueError where neither number divides the other."""
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(ways)]
         start = 0
         for size, units in sections:
@@ -226,7 +225,7 @@ class Cut:
 
     @classmethod
     def even(cls, shape: Sequence[int], dim: int, ways: int) -> Cut:
-        """Equal parts. Raises ValueError where `ways` does not divide the dimension."""
+        """Return a cut into equal ranges. Raises ValueError where `ways` does not divide the dimension."""
         size = shape[dim]
         if size % ways:
             raise ValueError(f"{size} elements cannot be divided by {ways}")
@@ -234,8 +233,8 @@ class Cut:
 
     @classmethod
     def padded(cls, shape: Sequence[int], dim: int, ways: int) -> Cut:
-        """Parts that differ by one element at most; the shorter ones are padded. Raises ValueError for fewer
-        elements than ranks."""
+        """Return a cut into ranges that differ by at most one element; shorter ones are padded. Raises
+        ValueError for fewer elements than ranks."""
         size = shape[dim]
         if size < ways:
             raise ValueError(f"{size} elements cannot be divided by {ways}")
@@ -243,8 +242,8 @@ class Cut:
         return cls(tuple(shape), dim, tuple(((a, b),) for a, b in pairwise(bounds)), ceil_div(size, ways))
 
     def then(self, inner: Cut) -> Cut:
-        """This cut, and of what it leaves on each rank, `inner`. Raises ValueError where that is of another
-        shape or along a dimension that is cut already."""
+        """Return this cut followed by `inner`, which divides each rank's tensor further. Raises ValueError
+        where `inner` has another shape or a dimension that is cut already."""
         taken = {cut.dim for cut, _ in self.along(0) if not cut.keeps}
         if inner.shape != self.local or not (inner.keeps or inner.dim not in taken):
             raise ValueError(f"a cut of {inner.shape} along {inner.dim} divides no {self.local} once more")
@@ -257,14 +256,14 @@ class Cut:
 
     @property
     def keeps(self) -> bool:
-        """Whether this cut alone leaves every rank all of it."""
+        """Whether this cut, without `inner`, leaves every rank the whole tensor."""
         return all(held == ((0, self.length),) for held in self.pieces) and self.shape[
             self.dim : self.dim + 1
         ] in ((self.length,), ())
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Whether every rank holds the whole tensor."""
         return self.keeps and (self.inner is None or self.inner.is_whole)
 
     @property
@@ -273,19 +272,20 @@ class Cut:
         return self.inner.local if self.inner else self._left
 
     def along(self, rank: int) -> list[tuple[Cut, int]]:
-        """The cuts of one dimension that it is made of, and the rank's place in each."""
+        """Return this cut and its inner ones, each with the rank's place in it."""
         if self.inner is None:
             return [(self, rank)]
         outer, rest = divmod(rank, self.inner.ways)
         return [(self, outer), *self.inner.along(rest)]
 
     def used(self, rank: int) -> int:
-        """Elements of the rank's tensor along `dim` that are not padding; of this cut alone."""
+        """Return the elements of the rank's tensor along `dim` that are not padding; `inner` does not
+        count."""
         return sum(stop - start for start, stop in self.pieces[rank])
 
     def owned(self, rank: int) -> list[tuple[int, int]]:
-        """Ranges along `dim` of the rank's tensor that no rank before it holds, of this cut alone: what it
-        counts in a sum over all ranks' numbers."""
+        """Return the ranges along `dim` of the rank's tensor that no rank before it holds, so that a sum over
+        all ranks counts each number once; `inner` does not count."""
         taken = {piece for held in self.pieces[:rank] for piece in held}
         found: list[tuple[int, int]] = []
         at = 0
@@ -299,28 +299,29 @@ class Cut:
         return found
 
     def split(self, whole: Tensor, rank: int) -> Tensor:
-        """The rank's tensor, in memory of its own; `whole` itself where every rank holds all."""
+        """Return the rank's tensor, in memory of its own; or `whole` itself where every rank holds all of
+        it."""
         if self.is_whole:
             return whole
         for cut, place in self.along(rank):
-            whole = cut._part(whole, place)
+            whole = cut._local_tensor(whole, place)
         return whole
 
     def put(self, local: Tensor, rank: int, whole: Tensor) -> Tensor:
-        """Write the rank's numbers to their place in `whole`, without the padding; returns `whole`."""
+        """Write the rank's numbers to their place in `whole`, without the padding. Returns `whole`."""
         if not self.shape:
             return whole.copy_(local)
         outer, at = rank, 0
         if self.inner is not None:
             outer, rest = divmod(rank, self.inner.ways)
-            local = self.inner.put(local, rest, self._part(whole, outer))
+            local = self.inner.put(local, rest, self._local_tensor(whole, outer))
         for start, stop in self.pieces[outer]:
             whole.narrow(self.dim, start, stop - start).copy_(local.narrow(self.dim, at, stop - start))
             at += stop - start
         return whole
 
     def join(self, locals_: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, from every rank's in rank order."""
+        """Return the whole tensor, from every rank's in rank order."""
         whole = locals_[0].new_zeros(self.shape)
         for rank, local in enumerate(locals_):
             self.put(local, rank, whole)
@@ -328,16 +329,16 @@ class Cut:
 
     @property
     def _left(self) -> tuple[int, ...]:
-        """The shape of what this cut alone leaves on each rank."""
+        """The shape of each rank's tensor by this cut, without `inner`."""
         if not self.shape:
             return self.shape
         return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
 
-    def _part(self, whole: Tensor, rank: int) -> Tensor:
-        """What this cut alone leaves on a rank, in memory of its own."""
-        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.pieces[rank]]
+    def _local_tensor(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a rank's tensor by this cut, without `inner`, in memory of its own."""
+        ranges = [whole.narrow(self.dim, start, stop - start) for start, stop in self.pieces[rank]]
         if missing := self.length - self.used(rank):
-            parts.append(whole.new_zeros((*self.shape[: self.dim], missing, *self.shape[self.dim + 1 :])))
-        if len(parts) == 1:
-            return parts[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(parts, self.dim)
+            ranges.append(whole.new_zeros((*self.shape[: self.dim], missing, *self.shape[self.dim + 1 :])))
+        if len(ranges) == 1:
+            return ranges[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(ranges, self.dim)

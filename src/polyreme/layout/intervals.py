@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 
 class HasBounds(Protocol):
-    """Anything with a beginning and an end: an Interval, a slot, a run, a slice."""
+    """Anything with a start and a stop: an Interval, a slot, a run, a slice."""
 
     @property
     def start(self) -> int: ...
@@ -18,7 +18,7 @@ class HasBounds(Protocol):
 
 
 class Interval(NamedTuple):
-    """The integers from `start` on, before `stop`. It is true where there are any."""
+    """The integers from `start` to before `stop`. An empty interval is false."""
 
     start: int
     stop: int
@@ -28,22 +28,22 @@ class Interval(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many integers it has."""
+        """The number of integers in it."""
         return max(0, self.stop - self.start)
 
     def since(self, origin: int) -> slice:
-        """The same integers as a slice of a sequence whose first element is number `origin`."""
+        """Return the same integers as a slice of a sequence whose first element is number `origin`."""
         return slice(self.start - origin, self.stop - origin)
 
 
 def overlap(a: HasBounds, b: HasBounds) -> Interval:
-    """What is in both; [x, x) for some x where nothing is."""
+    """Return the integers that are in both; some empty interval where there are none."""
     start = max(a.start, b.start)
     return Interval(start, max(start, min(a.stop, b.stop)))
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> list[Interval]:
-    """The same integers in as few intervals as can be, in rising order, none of them empty."""
+    """Return the same integers in as few intervals as possible, in rising order, none of them empty."""
     found: list[Interval] = []
     for start, stop in sorted(intervals):
         if found and start <= found[-1].stop:
@@ -54,7 +54,8 @@ def union(intervals: Iterable[tuple[int, int]]) -> list[Interval]:
 
 
 def gaps(intervals: Iterable[tuple[int, int]], within: HasBounds) -> list[Interval]:
-    """What of `within` is in none of the intervals, in rising order."""
+    """Return the gaps in `within`: its integers that are in none of the intervals, as intervals in rising
+    order."""
     found, at = [], within.start
     for start, stop in union(intervals):
         if between := overlap(Interval(at, start), within):
@@ -64,13 +65,13 @@ def gaps(intervals: Iterable[tuple[int, int]], within: HasBounds) -> list[Interv
 
 
 def chunks(whole: HasBounds, size: int) -> Iterator[Interval]:
-    """The interval in consecutive ones of `size`, of which the last may have less."""
+    """Cut an interval into consecutive ones of `size`; the last may be smaller."""
     for start in range(whole.start, whole.stop, size):
         yield Interval(start, min(start + size, whole.stop))
 
 
 def cut_at_multiples(whole: HasBounds, unit: int) -> Iterator[Interval]:
-    """The interval in consecutive ones, cut at every multiple of `unit`."""
+    """Cut an interval at every multiple of `unit`."""
     start = whole.start
     while start < whole.stop:
         stop = min(round_down(start, unit) + unit, whole.stop)
@@ -79,15 +80,15 @@ def cut_at_multiples(whole: HasBounds, unit: int) -> Iterator[Interval]:
 
 
 def ceil_div(count: int, unit: int) -> int:
-    """`count / unit`, rounded up."""
+    """Return `count / unit`, rounded up."""
     return -(-count // unit)
 
 
 def round_up(count: int, unit: int) -> int:
-    """The first multiple of `unit` that is not below `count`."""
+    """Return the smallest multiple of `unit` that is not below `count`."""
     return ceil_div(count, unit) * unit
 
 
 def round_down(count: int, unit: int) -> int:
-    """The last multiple of `unit` that is not above `count`."""
+    """Return the largest multiple of `unit` that is not above `count`."""
     return count // unit * unit

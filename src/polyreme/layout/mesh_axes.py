@@ -1,4 +1,4 @@
-"""Which ranks form which axis of the mesh. Pure: arithmetic on the axes' sizes and their order."""
+"""The ranks that form each axis of the mesh. Pure: arithmetic on the axes' sizes and their order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ AXES = ("pp", "dp", "cp", "ep", "tp")
 
 
 ROLES = {"data": ("dp",), "loss": ("dp", "cp")}
-"""Axes by what they are for: ranks of `data` have other samples; ranks of `loss` other tokens, over which the
-loss is a mean."""
+"""Axes by role: ranks of `data` have different samples; ranks of `loss` different tokens, over which the loss
+is a mean."""
 
 
 def lines(sizes: Mapping[str, int], order: Sequence[str], *names: str) -> list[list[int]]:
-    """The lists of global ranks, ascending, that differ in their places on axes `names` alone. The last axis
-    of `order` is innermost (its ranks are neighbours)."""
+    """Return the groups of global ranks that differ only in their places on axes `names`, each in rising
+    order. The last axis of `order` is innermost (its ranks are neighbours)."""
     strides, stride = {}, 1
     for axis in reversed(order):
         strides[axis] = stride

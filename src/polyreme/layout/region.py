@@ -1,11 +1,11 @@
-"""Regions: where the numbers that a rank holds lie in the whole tensors. Pure.
+"""Regions: the places in whole tensors of the numbers that a rank holds. Pure.
 
-A rank holds a range of the flattened part that it was given of a tensor, which is cut along one dimension or
-several; in the whole tensor that is one run of numbers, or, where the tensor was cut along a later dimension,
-many equal runs at equal distances.
+A rank holds a range of its flattened local tensor, which is cut along one dimension or several. In the
+whole tensor that is one run of numbers, or, where the tensor was cut along a later dimension, many equal runs
+at equal distances.
 
 Invariant: `strided_ranges` over all ranks covers every number of the tensor; with `owned` each exactly once;
-padding is never part of a run."""
+padding is in no run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ as `exp_avg`."""
 
 @dataclass(frozen=True)
 class StridedRange:
-    """`count` runs of `size` elements: the i-th begins at local + i * local_step of what a rank holds of a
-    flattened tensor, and at whole + i * whole_step of the whole one. The runs of one never overlap and come
-    in rising order."""
+    """`count` runs of `size` elements. The i-th begins at local + i * local_step of the rank's flattened
+    local tensor, and at whole + i * whole_step of the whole one. Runs never overlap and come in rising
+    order."""
 
     local: int
     whole: int
@@ -42,23 +42,23 @@ class StridedRange:
     def elements(self) -> int:
         return self.size * self.count
 
-    def of(self, part: Tensor, base: int = 0) -> Tensor:
-        """The runs in the flat `part`, which begins at element `base` of what the rank holds: a view of shape
-        (count, size)."""
-        return part.as_strided(
+    def of(self, flat: Tensor, base: int = 0) -> Tensor:
+        """Return the runs as a view of shape (count, size) of `flat`, which begins at element `base` of the
+        rank's local tensor."""
+        return flat.as_strided(
             (self.count, self.size),
             (self.local_step or self.size, 1),
-            part.storage_offset() + self.local - base,
+            flat.storage_offset() + self.local - base,
         )
 
     def blocks(self, elements: int) -> Iterator[StridedRange]:
-        """The same runs in pieces of at most `elements` elements: of several runs each, or of a part of
+        """Yield the same runs in chunks of at most `elements` elements: several runs each, or a range of
         one."""
         if self.size > elements:
             for i in range(self.count):
                 local, whole = self.local + i * self.local_step, self.whole + i * self.whole_step
-                for part in chunks(Interval(0, self.size), elements):
-                    yield StridedRange(local + part.start, whole + part.start, part.size)
+                for inside in chunks(Interval(0, self.size), elements):
+                    yield StridedRange(local + inside.start, whole + inside.start, inside.size)
             return
         each = elements // self.size
         for i, stop in chunks(Interval(0, self.count), each):
@@ -83,20 +83,18 @@ class Stored:
     def numel(self) -> int:
         return _product(self.shape)
 
-    def part(self, start: int, stop: int) -> Stored:
-        """The elements [start, stop), flat."""
-        return Stored(self.dtype, (stop - start,), lambda low, high: self.fetch(start + low, start + high))
 
-
-def part_of(numbers: Tensor | Stored, start: int, stop: int) -> Tensor | Stored:
-    """The elements [start, stop) of what is flattened: themselves, or stored."""
+def slice_of(numbers: Tensor | Stored, start: int, stop: int) -> Tensor | Stored:
+    """Return the elements [start, stop) of flattened numbers: a view of a tensor, or Stored."""
     if isinstance(numbers, Stored):
-        return numbers.part(start, stop)
+        fetch = numbers.fetch
+        return Stored(numbers.dtype, (stop - start,), lambda low, high: fetch(start + low, start + high))
     return numbers.detach().view(-1)[start:stop]
 
 
 def fetched(numbers: Tensor | Stored, start: int = 0, stop: int | None = None) -> Tensor:
-    """The elements [start, stop) of what is flattened, or all: themselves where they are in memory."""
+    """Return the elements [start, stop) of flattened numbers, or all, in memory: a view where they are there
+    already."""
     if isinstance(numbers, Stored):
         return numbers.fetch(start, numbers.numel() if stop is None else stop)
     return numbers.detach().reshape(-1)[start:stop]
@@ -104,12 +102,11 @@ def fetched(numbers: Tensor | Stored, start: int = 0, stop: int | None = None) -
 
 @dataclass(frozen=True)
 class Region:
-    """A range of one of the model's tensors, and where this rank has it.
+    """A range of one of the model's tensors, and this rank's numbers of it.
 
-    kind: what the numbers are (MODEL, MASTER, or the name of an optimizer's state). names: all that the model
-    has for the tensor.
-    cut: how it is divided over ranks, and `rank` this rank's place in that. data: flat, the elements from
-    `start` on of this rank's flattened part, in memory or not."""
+    `kind`: MODEL, MASTER, or the name of an optimizer's state. `names`: all names that the model has for the
+    tensor. `cut`: how the tensor is divided over ranks, and `rank` this rank's place in that. `data`: the
+    elements from `start` on of this rank's local tensor, flat, in memory or not."""
 
     kind: str
     names: Sequence[str]
@@ -124,12 +121,13 @@ class Region:
         return self.cut.shape
 
     def strided_ranges(self, owned: bool = False) -> list[StridedRange]:
-        """Where they are in the whole tensor; with `owned`, those that no rank of the cut before this one
-        has."""
+        """Return the places of the numbers in the whole tensor; with `owned`, only of those that no earlier
+        rank of the cut holds."""
         return strided_ranges(self.cut, self.rank, self.start, self.start + self.data.numel(), owned)
 
     def read(self, strided: StridedRange) -> Tensor:
-        """The numbers of `strided`, which are of this region, of shape (count, size); of memory a view."""
+        """Return the numbers of `strided`, one of this region's, in shape (count, size); a view where they
+        are in memory."""
         if isinstance(self.data, Tensor):
             return strided.of(self.data, self.start)
         first = strided.local - self.start
@@ -139,17 +137,18 @@ class Region:
 
 
 def strided_ranges(cut: Cut, rank: int, start: int, stop: int, owned: bool = False) -> list[StridedRange]:
-    """The elements [start, stop) of the flattened tensor of the cut's rank `rank`, which has the shape
-    `cut.local`, without its padding; with `owned`, also without what a rank before it has."""
+    """Return the places in the whole tensor of elements [start, stop) of rank `rank`'s flattened tensor,
+    which has the shape `cut.local`; without its padding, and with `owned` without numbers that an earlier
+    rank holds."""
     along = cut.along(rank)
     if start >= stop or (owned and any(place and each.keeps for each, place in along)):
         return []
     dividing = sorted((each for each in along if not each[0].keeps), key=lambda each: each[0].dim)
-    return [part for run in _runs(cut.shape, dividing, owned) for part in _clip(run, start, stop)]
+    return [clipped for run in _runs(cut.shape, dividing, owned) for clipped in _clip(run, start, stop)]
 
 
 def _runs(shape: tuple[int, ...], along: Sequence[tuple[Cut, int]], owned: bool) -> Iterator[StridedRange]:
-    """What a rank has of a tensor that is cut along several dimensions, in their order."""
+    """Yield the runs of a rank's local tensor, which is cut along several dimensions, in their order."""
     if not along:
         yield StridedRange(0, 0, _product(shape))
         return
@@ -169,15 +168,15 @@ def _runs(shape: tuple[int, ...], along: Sequence[tuple[Cut, int]], owned: bool)
 
 
 def _clip(strided: StridedRange, start: int, stop: int) -> list[StridedRange]:
-    """What of `strided` lies in the elements [start, stop) of the rank's: a part of a first, whole ones, a
-    part of a last."""
+    """Return the elements of `strided` that are among [start, stop) of the rank's local tensor: the end of a
+    first run, whole runs, the beginning of a last one."""
     step = strided.local_step or strided.size
-    first = max(0, ceil_div(start - strided.local, step))  # the first that begins at `start` or later
-    # the first behind that does not end by `stop`
+    first = max(0, ceil_div(start - strided.local, step))  # the first run that begins at `start` or later
+    # the first run after it that ends after `stop`
     after = min(strided.count, max(first, (stop - strided.local - strided.size) // step + 1))
     found = []
     if 0 < first <= strided.count:
-        found += _part(strided, first - 1, start, stop)
+        found += _clipped_run(strided, first - 1, start, stop)
     if after > first:
         found.append(
             StridedRange(
@@ -190,11 +189,11 @@ def _clip(strided: StridedRange, start: int, stop: int) -> list[StridedRange]:
             )
         )
     if first <= after < strided.count:
-        found += _part(strided, after, start, stop)
+        found += _clipped_run(strided, after, start, stop)
     return found
 
 
-def _part(strided: StridedRange, i: int, start: int, stop: int) -> list[StridedRange]:
+def _clipped_run(strided: StridedRange, i: int, start: int, stop: int) -> list[StridedRange]:
     local = strided.local + i * strided.local_step
     inside = overlap(Interval(local, local + strided.size), Interval(start, stop))
     offset = i * strided.whole_step + inside.start - local

@@ -1,1 +1,1 @@
-"""Looks at models: what blocks, heads and tensors they have, under which names, and what surrounds them."""
+"""Inspects models: finds their blocks, heads, adapters and buffers, and removes wrappers around them."""

@@ -1,12 +1,11 @@
 """BatchNorm in any precision, and over the batch of all ranks (SyncBatchNorm, on CPUs too).
 
-Invariant: synchronised, outputs, gradients and running statistics are those of one process with the whole
+Invariant, if synchronised: outputs, gradients and running statistics are those of one process with the whole
 micro-batch, also where ranks have different numbers of samples, and running statistics are the same to the
-last bit on every rank. Statistics are kept and computed in the master's dtype. Evaluation communicates
-nothing.
-Communication, synchronised: an all-gather of 2 numbers a channel and a count in a forward, an all-reduce of 2
-numbers a channel in a backward. Ioffe and Szegedy, "Batch Normalization", 2015; sums of squares are put
-together as in Chan et al., 1979."""
+last bit on every rank. Statistics are kept and computed in the master's dtype. Evaluation does not
+communicate. Communication, if synchronised: an all-gather of 2 numbers a channel and a count in a forward, an
+all-reduce of 2 numbers a channel in a backward. Ioffe and Szegedy, "Batch Normalization", 2015; sums of
+squares are combined as in Chan et al., 1979."""
 
 from __future__ import annotations
 
@@ -27,11 +26,12 @@ from polyreme.models.patches import Patches
 
 
 def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype, patches: Patches) -> set[Tensor]:
-    """Let every BatchNorm of `model` keep its statistics in `dtype`, with `sync` over the ranks of `axis`;
-    nn.SyncBatchNorm always is. Returns the running statistics that every rank computes alike.
+    """Make every BatchNorm of `model` keep its statistics in `dtype`, and, with `sync`, compute them over the
+    ranks of `axis`; nn.SyncBatchNorm always does. Returns the running statistics that are equal on every
+    rank.
 
-    Raises ModelError for an nn.SyncBatchNorm over a process group of its own, and for one that has to be
-    synchronised but has its own forward."""
+    Raises ModelError for an nn.SyncBatchNorm over a process group of its own, and for a synchronised one with
+    a forward of its own."""
     alike: set[Tensor] = set()
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
@@ -62,7 +62,7 @@ def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype, patc
 
 
 class _Ranks:
-    """An axis, which a copy of the model shares."""
+    """A holder of an axis, which copies of the model share."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -72,8 +72,7 @@ class _Ranks:
 
 
 def _forward(module: _BatchNorm, over: _Ranks | None, dtype: torch.dtype, name: str, input: Tensor) -> Tensor:
-    """What torch's forward computes, with weights in the dtype of the statistics, as mixed precision
-    needs."""
+    """Compute torch's forward, with weights in the dtype of the statistics, as mixed precision needs."""
     module._check_input_dim(input)
     if input.shape[1] != module.num_features:
         raise ModelError(f"{name}, a BatchNorm of {module.num_features} channels, "
@@ -108,14 +107,14 @@ def _forward(module: _BatchNorm, over: _Ranks | None, dtype: torch.dtype, name: 
 def _synchronised(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and the mean and unbiased variance of the whole batch."""
+    """Return the output, and the mean and unbiased variance of the whole batch."""
     found: tuple[Tensor, Tensor, Tensor] = _Normalise.apply(input, weight, bias, axis, eps, dtype)
     return found
 
 
 class _Normalise(Function):
-    """input: (samples, channels, ...), of any number of samples, 0 as well; weight, bias: (channels,) or
-    None."""
+    """Normalises over the batch of all ranks. input: (samples, channels, ...), of any number of samples, also
+    0; weight, bias: (channels,) or None."""
 
     @staticmethod
     def forward(
@@ -148,7 +147,7 @@ class _Normalise(Function):
         grad = gradient.to(mean.dtype)
         normal = (input.to(mean.dtype) - _wide(mean, input)) * _wide(inverse, input)
         sums = torch.stack([grad.sum(ctx.dims), (grad * normal).sum(ctx.dims)])
-        of_bias, of_weight = sums.clone()  # this rank's: ZeRO adds the others'
+        of_bias, of_weight = sums.clone()  # of this rank; ZeRO sums them over ranks
         found = None
         if ctx.needs_input_grad[0]:
             ctx.axis.all_reduce(sums).wait()
@@ -168,8 +167,8 @@ class _Normalise(Function):
 
 
 def _moments(x: Tensor, dims: list[int], axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Values a channel, their means, and their sums of squared distances from these, over the batch of all
-    ranks."""
+    """Return, over the batch of all ranks, the number of values a channel, the channels' means, and their
+    sums of squared distances from these."""
     channels, count = x.shape[1], x.numel() // x.shape[1]
     mean = x.mean(dims) if count else x.new_zeros(channels)
     mine = torch.cat([x.new_tensor([count]), mean, (x - _wide(mean, x)).square().sum(dims)])
@@ -177,7 +176,7 @@ def _moments(x: Tensor, dims: list[int], axis: Axis) -> tuple[Tensor, Tensor, Te
     axis.all_gather(everyone, mine).wait()
     counts, means, squares = everyone.view(axis.size, -1).split([1, channels, channels], dim=1)
     total = counts.sum()
-    if count <= 1 and total <= 1:  # only who has so few asks: to read it would wait for a device
+    if count <= 1 and total <= 1:  # `total` is read only with so few samples, as that waits for the device
         raise BatchError("BatchNorm needs more than one value a channel in "
                          f"training, but all {axis.size} ranks together have "
                          f"{int(total)}: make batch.size larger")  # fmt: skip
@@ -186,5 +185,5 @@ def _moments(x: Tensor, dims: list[int], axis: Axis) -> tuple[Tensor, Tensor, Te
 
 
 def _wide(values: Tensor, like: Tensor) -> Tensor:
-    """Values by channel, to be combined with `like`."""
+    """Reshape values by channel, so that they broadcast with `like`."""
     return values.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,15 +1,15 @@
 """State that forwards write: running means of BatchNorm and of other layers, a codebook, the vectors of a
-spectral norm; buffers, or parameters that are frozen. Of BatchNorm `batch_norm` says what becomes of it over
-the data-parallel ranks, of all else `buffers`.
+spectral norm; in buffers, or in frozen parameters. The config's key `batch_norm` says how data-parallel ranks
+share that of BatchNorm, the key `buffers` all other.
 
-Invariant: after a step what forwards wrote is the same on every rank, unless each is to keep its own; what
-cannot be so is an error on all ranks, before the update of the first step in which it is seen. What no
-forward changes is not sent, nor buffers that are not persistent, which are caches, nor those that ranks
-compute alike. Writes are seen by autograd's count of them, and in the first step and now and then by digests,
-too, as torch's own norms are not counted. Buffers that a forward makes are looked for then.
-Communication: one broadcast, or all-gather of what is averaged, for each dtype in a step, of what is known to
-change; whether there is something new goes with the step's totals. Digests of what is alike by itself now and
-then."""
+Invariant: after a step such state is the same on every rank, unless each is to keep its own; where that
+cannot be, there is an error on all ranks, before the update of the first step that shows it. Not sent are
+buffers that no forward changes, those that are not persistent (caches), and those that all ranks compute
+alike. Writes are found by autograd's version counters, and in the first and some later steps also by digests,
+as torch's own norms do not count their writes. Buffers that a forward creates are found in the same steps.
+Communication: in a step, for each dtype, one broadcast (or all-gather, to average) of the state that is known
+to change; whether there is more goes with the step's totals. In some steps digests of state that should be
+equal by itself."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from polyreme.distributed.mesh import Mesh
 from polyreme.errors import ModelError, named, warn
 
 AGAIN = 64
-"""Steps between two looks at what is alike on all ranks by itself; the first ones come at powers of two."""
+"""Steps between two checks by digests; at first they are at powers of two."""
 PIECE = 1 << 20
-"""Bytes that a digest widens at once, and of a buffer that is looked at again."""
-FEW = 16  # numbers of a buffer that may be a count
+"""Bytes that a digest widens at once; larger buffers are not checked again after the first step."""
+FEW = 16  # most numbers in a buffer that may be a count
 
 
 @dataclass(frozen=True)
 class Place:
-    """A buffer, or a frozen parameter, of `owner`. way: what becomes of it, as `buffers` says it. divided:
-    over tensor parallelism; lost: ZeRO divides it, so that it is gone when its block has run."""
+    """A buffer, or a frozen parameter, of `owner`. way: how ranks share it, a value of the config's
+    `buffers`.
+    divided: tensor parallelism divides it. lost: ZeRO shards it, so that writes are gone when its block has
+    run."""
 
     name: str
     owner: nn.Module
@@ -47,7 +49,7 @@ class Place:
 
     @property
     def tensor(self) -> Tensor:
-        """What it holds now."""
+        """The tensor that is there now. Raises ModelError where it was removed."""
         found = (self.owner._parameters if self.is_parameter else self.owner._buffers).get(self.key)
         if found is None:
             raise ModelError(
@@ -62,8 +64,8 @@ class Place:
 
 @dataclass(frozen=True)
 class BufferSettings:
-    """What becomes of buffers that forwards change. way: as the config's `buffers`; chosen: whether someone
-    wrote it there; norms: as `batch_norm`."""
+    """The settings for state that forwards change. way: the config's `buffers`; chosen: the user wrote that
+    key; norms: the config's `batch_norm`."""
 
     way: str
     chosen: bool
@@ -71,9 +73,10 @@ class BufferSettings:
 
 
 class Buffers:
-    """The persistent buffers of `model`, but `alike`, which need no sharing, and its frozen parameters.
+    """Finds the state that forwards of `model` write, and shares it between ranks: persistent buffers,
+    without `alike`, which are equal anyway, and frozen parameters.
 
-    sharded: names of the parameters that ZeRO divides; divided: of those that tensor parallelism does."""
+    sharded: names of the parameters that ZeRO shards; divided: of those that tensor parallelism divides."""
 
     def __init__(
         self,
@@ -87,40 +90,38 @@ class Buffers:
         self._mesh, self._axis, self._settings = mesh, mesh.loss, settings
         self._alone = mesh.loss.size == 1 and mesh.tp.size == 1
         self._model, buffers = model, list(_buffers(model, mesh, settings))
-        self._names = {place.name for place in buffers}  # of all buffers that it ever had
+        self._names = {place.name for place in buffers}  # of all buffers so far
         known = {id(each) for each in alike}
         places = [place for place in buffers if id(place.tensor) not in known]
         places += _parameters(model, settings, sharded, divided)
         self._places = {place.name: place for place in places}
         self.parameters: set[int] = set()
-        """Ids of the parameters that forwards write, and that all ranks are given."""
-        self._digests: dict[str, Tensor] | None = None  # before the first forward
-        self._counts: dict[str, tuple[Tensor, Tensor, int]] = {}  # of few numbers, before the first forward
+        """Ids of the parameters that forwards write, and that `share` sends."""
+        self._digests: dict[str, Tensor] | None = None  # None before the first forward
+        self._counts: dict[str, tuple[Tensor, Tensor, int]] = {}  # small buffers before the first forward
         self._first = True
-        self._late: set[str] = set()  # found when several steps may have read them
-        self._equal: set[str] = (
-            set()
-        )  # over all stages of a pipeline: what is not shared, but looked at again
+        self._late: set[str] = set()  # found after several steps may have read them
+        self._equal: set[str] = set()  # over all pipeline stages: not shared, but checked again
         self._changed: list[str] = []
         self._steps = 0
         norms = [each for each in places if isinstance(each.owner, _BatchNorm) and not each.is_parameter]
         self._known = {each.name: _shape(each) for each in norms}
-        self.take_note()
+        self.note_equal()
 
-    def take_note(self) -> None:
-        """All is the same on all ranks now."""
+    def note_equal(self) -> None:
+        """Note that all state is now the same on all ranks."""
         tensors = {name: place.tensor for name, place in self._places.items()}
         self._seen: dict[str, tuple[Tensor | None, int]] = {
             name: (tensor, _version(tensor)) for name, tensor in tensors.items()
         }
 
-    def rewritten(self) -> None:
-        """Buffers were loaded, on all ranks alike."""
+    def note_loaded(self) -> None:
+        """Note that buffers were loaded, the same on all ranks."""
         self._digests = None if self._first else {}
-        self.take_note()
+        self.note_equal()
 
     def watch(self) -> None:
-        """A forward for training begins: look at all, if it is the first one."""
+        """Take digests and copies before the first forward for training; later do nothing."""
         if not self._first or self._digests is not None or not torch.is_grad_enabled():
             return
         parameters = {name: place.tensor for name, place in self._places.items() if place.is_parameter}
@@ -136,8 +137,8 @@ class Buffers:
         }
 
     def has_news(self) -> bool:
-        """Whether one has changed on this rank in this step that is not known to, or to this shape. Once a
-        step."""
+        """Whether forwards of this step wrote state on this rank that was not known to change, or got a new
+        shape. To be called once a step."""
         self._steps += 1
         if self._looks:
             self._take_in()
@@ -149,7 +150,7 @@ class Buffers:
         return bool(self._changed)
 
     def is_due(self) -> bool:
-        """Whether it is time to see that what was alike by itself is so still; the same on all ranks."""
+        """Whether it is time to check again state that is equal without sharing; the same on all ranks."""
         return bool(self._equal) and self._again
 
     @property
@@ -158,11 +159,11 @@ class Buffers:
 
     @property
     def _looks(self) -> bool:
-        """Whether this step is one of those in which everything is looked at."""
+        """Whether this step is one of those in which digests are compared."""
         return self._first or (self._again and not self._alone)
 
     def _take_in(self) -> None:
-        """Buffers that forwards have made since the last look count as written."""
+        """Enter buffers that forwards have created since the last time, as written."""
         for place in _buffers(self._model, self._mesh, self._settings):
             if place.name not in self._names:
                 self._names.add(place.name)
@@ -170,15 +171,16 @@ class Buffers:
                 self._note_late(place.name)
 
     def _note_late(self, name: str) -> None:
-        if self._steps > 2 and not self._first:  # else there was a look in the step before
+        if self._steps > 2 and not self._first:  # else the step before was checked, too
             self._late.add(name)
 
-    def find(self, samples: float, tokens: float, parts: int) -> None:
-        """Have all ranks know what forwards write, and share that. All ranks of the mesh must call, after
-        `has_news`. Raises ModelError on all of them for what has to be the same on all ranks, and is not.
+    def agree(self, samples: float, tokens: float, microbatches: int) -> None:
+        """Gather which state forwards write on any rank, and share it. All ranks of the mesh must call, after
+        `has_news`. Raises ModelError on all of them where state must be the same on all ranks, and is not.
 
-        samples, tokens: of the step, over all ranks; a count of a rank's share of them is none of all. parts:
-        micro-batches that a step has."""
+        samples, tokens: of the step, over all ranks: a buffer that grew by one rank's share of them is
+        refused.
+        microbatches: of a step."""
         written = {name for each in self._mesh.gather_objects(self._changed) for name in each}
         names = sorted(written | self._equal)
         mine = {name: self._report(self._places[name]) for name in names if name in self._places}
@@ -194,11 +196,11 @@ class Buffers:
             raise ModelError("\n".join(problems))
         if differing := [each.what for each in found.values() if each.differs and each.way == "error"]:
             raise ModelError(_DIFFERS.format(self._axis.size, named(differing)))
-        shares = {count / self._axis.size for count in (samples, tokens)} - {0, parts}
+        shares = {count / self._axis.size for count in (samples, tokens)} - {0, microbatches}
         if self._axis.size > 1 and (counts := [each for each in found.values() if each.grew in shares]):
             what = named([each.what for each in counts])
             raise ModelError(_COUNTS.format(what, f"{counts[0].grew:g}", self._axis.size))
-        self._warn_of_parts([found[name] for name in sorted(written)], parts)
+        self._warn_of_microbatches([found[name] for name in sorted(written)], microbatches)
         for name in [] if self._alone else names:
             if self._axis.size == 1 or found[name].way in ("error", "local"):
                 self._equal.add(name)
@@ -212,8 +214,8 @@ class Buffers:
         self.share()
 
     def share(self) -> None:
-        """Give all ranks what is known to change: the mean, or what rank 0 has. All ranks of a data-parallel
-        line must call."""
+        """Set the state that is known to change, on all ranks, to its mean or to rank 0's. All ranks of the
+        loss axis must call."""
         if not self._known or self._axis.size == 1:
             return
         groups: dict[tuple[torch.dtype, bool], list[Tensor]] = defaultdict(list)
@@ -232,8 +234,8 @@ class Buffers:
                 tensor.copy_(theirs.view(tensor.shape))
 
     def end_step(self) -> None:
-        """The step is done. After the first one parameters are no longer looked at but for those that
-        forwards write, nor digests taken."""
+        """Note that the step is done. After the first one, parameters that no forward wrote are not watched
+        any more."""
         if self._first and self._digests is not None:
             self._first, self._counts, stay = False, {}, {*self._known, *self._equal}
             self._places = {
@@ -241,18 +243,18 @@ class Buffers:
                 for name, place in self._places.items()
                 if name in stay or not (place.is_parameter or self._alone)
             }
-        self.take_note()
+        self.note_equal()
 
     def _mean(self, mine: Tensor) -> Tensor:
-        """The mean over the ranks, and of what is alike that itself, to the last bit."""
+        """The mean over the ranks; where all have the same number, exactly that number."""
         all_of_it = mine.new_empty(self._axis.size * mine.numel())
         self._axis.all_gather(all_of_it, mine).wait()
         ranks = all_of_it.view(self._axis.size, -1)
         return torch.where((ranks == ranks[0]).all(0), ranks[0], ranks.mean(0))
 
     def _written(self) -> Iterator[str]:
-        """What was written since `take_note`; parameters in the first step alone, and what is not counted now
-        and then."""
+        """Yield the names of state written since `note_equal`: parameters in the first step only; writes
+        without a version count only in steps with digests."""
         looks = self._looks and self._digests is not None
         for name, (before, version) in self._seen.items():
             tensor = self._places[name].tensor
@@ -267,7 +269,7 @@ class Buffers:
                 yield name
 
     def _is_other(self, name: str, tensor: Tensor) -> bool:
-        """Whether a look finds other numbers than the one before, of what is not looked at anyway."""
+        """Whether the digest differs from the last one, for state that is not shared or checked anyway."""
         followed = name in self._known or name in self._equal
         if self._digests is None or followed:
             return False
@@ -281,8 +283,8 @@ class Buffers:
         return True
 
     def _grew(self, place: Place) -> float:
-        """By how much a buffer of few numbers grew in the first step, each of them alike, where that is not
-        the number of writes; else 0."""
+        """The amount by which all numbers of a small buffer grew in the first step; 0 where they grew
+        differently, or by the number of writes."""
         if place.way != "error" or place.is_parameter or not self._first:
             return 0.0
         tensor = place.tensor.detach()
@@ -297,7 +299,7 @@ class Buffers:
         return grown.pop() if len(grown) == 1 and grown != {writes} else 0.0
 
     def _report(self, place: Place) -> dict[str, Any]:
-        """What other ranks have to know of a place."""
+        """The facts about a place that other ranks need."""
         tensor = place.tensor
         report: dict[str, Any] = {"what": str(place), "way": place.way, "shape": list(tensor.shape)}
         report["lost"] = max(tensor.numel(), 1) if place.lost else 0
@@ -305,36 +307,40 @@ class Buffers:
         report |= {"late": place.name in self._late, "grew": self._grew(place)}
         return report | {"float": tensor.is_floating_point(), "parameter": place.is_parameter}
 
-    def _warn_of_parts(self, written: Iterable[_Spread], parts: int) -> None:
-        """Say once that forwards of parts of the batch are not one of all of it."""
+    def _warn_of_microbatches(self, written: Iterable[_Spread], microbatches: int) -> None:
+        """Warn once that state written in each of several micro-batches is not that of one forward of the
+        whole batch."""
         found = [each.what for each in written if each.is_float]
-        if found and parts > 1 and self._first and not self._settings.chosen:
-            warn(_PARTS.format(named(found), parts))
+        if found and microbatches > 1 and self._first and not self._settings.chosen:
+            warn(_MICROBATCHES.format(named(found), microbatches))
 
 
 class _Spread:
-    """What the ranks say of a name that some forward writes."""
+    """The reports of all ranks on one name that some forward writes."""
 
     def __init__(self, name: str, reports: Sequence[Any]) -> None:
-        told = [(at, each[name]) for at, each in reports if name in each]
-        first = told[0][1]
+        reported = [(at, each[name]) for at, each in reports if name in each]
+        first = reported[0][1]
         self.what, self.way, self.is_float = first["what"], first["way"], first["float"]
         self.lost, self._is_parameter = first["lost"], first["parameter"]
         lines: dict[str, dict[tuple[int, int], list[Any]]] = {
             "loss": defaultdict(list),
             "tp": defaultdict(list),
         }
-        for at, each in told:
+        for at, each in reported:
             lines["loss"][at["tp"], at["pp"]].append(each)
             lines["tp"][at["loss"], at["pp"]].append(each)
-        differ = {axis: any(map(_differ, found.values())) for axis, found in lines.items()}
+        differ = {
+            axis: any(len({each["digest"] for each in line}) > 1 for line in found.values())
+            for axis, found in lines.items()
+        }
         self.differs, self._over_tp = differ["loss"], differ["tp"] and not first["divided"]
         self._shapes = [[each["shape"] for each in line] for line in lines["loss"].values()]
         self._has = {axis: {len(line) for line in found.values()} for axis, found in lines.items()}
-        self._late, self.grew = any(each["late"] for _, each in told), first["grew"]
+        self._late, self.grew = any(each["late"] for _, each in reported), first["grew"]
 
     def problem(self, sizes: Mapping[str, int]) -> str:
-        """Why it cannot be the same on all ranks at all, and what to do. sizes: of axes."""
+        """Say why ranks cannot share it, and the fix; "" if they can. sizes: of axes."""
         what, ranks = self.what, sizes["loss"]
         if any(self._has[axis] != {sizes[axis]} for axis in self._has):
             return _ON_SOME.format(what)
@@ -361,7 +367,7 @@ _DIFFERS = (
     "its own samples alone stays so with each of these; normalisation over the whole batch is nn.BatchNorm "
     'with batch_norm = "sync"'
 )
-_PARTS = (
+_MICROBATCHES = (
     "the forwards write {}: {} times a step, once for each micro-batch, as a loop of plain torch with "
     "gradient accumulation does, which is not what one forward of the whole batch does. Where that is meant, "
     "write the key `buffers`; else make batch.micro larger"
@@ -400,12 +406,8 @@ _SHAPES = (
 )
 
 
-def _differ(reports: list[Any]) -> bool:
-    return any(each["digest"] != reports[0]["digest"] for each in reports)
-
-
 def _version(tensor: Tensor) -> int:
-    """How often it was written; to ask for that is no use of it, which is told of."""
+    """Autograd's count of writes to a tensor, read without reporting a use of it."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor._version
 
@@ -415,7 +417,7 @@ def _shape(place: Place) -> tuple[int, ...]:
 
 
 def _buffers(model: nn.Module, mesh: Mesh, settings: BufferSettings) -> Iterator[Place]:
-    """The persistent buffers that a rank does not keep to itself."""
+    """Yield the persistent buffers that ranks do not each keep for themselves."""
     for prefix, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             way = "local" if mesh.loss.size == 1 or settings.norms == "rank" else "rank0"
@@ -431,7 +433,8 @@ def _buffers(model: nn.Module, mesh: Mesh, settings: BufferSettings) -> Iterator
 def _parameters(
     model: nn.Module, settings: BufferSettings, sharded: Collection[str], divided: Collection[str]
 ) -> Iterator[Place]:
-    """The frozen parameters, which no update writes, and all whose writes would be lost."""
+    """Yield the frozen parameters, and trained ones that ZeRO shards, in which a forward's writes would be
+    lost."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -444,7 +447,7 @@ def _parameters(
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """A number that is another one where a byte of the tensor is: an int64 scalar, where that is."""
+    """A hash of the tensor's bytes: an int64 scalar on its device."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.is_meta or tensor.layout != torch.strided:
         return torch.zeros((), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Keeps functions out of what torch.compile makes, without importing its compiler."""
+"""Keeps functions out of torch.compile's graphs, without importing its compiler."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ T = TypeVar("T")
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, at which torch.compile breaks its graph.
-
-    torch.compiler.disable imports the compiler, which takes a second of each process that compiles
-    nothing."""
+    """Wrap `function` so that torch.compile breaks its graph at it. (torch.compiler.disable imports the
+    compiler, which costs a second in every process, even if it compiles nothing.)"""
 
     @functools.cache
     def disabled() -> Callable[P, T]:

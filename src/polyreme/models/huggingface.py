@@ -1,7 +1,7 @@
-"""The structure of a model: its repeated blocks, and what its forward and its loss expect. The one file that
-knows Hugging Face names.
+"""The structure of a model: its repeated blocks, and the inputs of its forward and its loss; and building
+models with transformers. The only file that knows Hugging Face names.
 
-Pure: looks at modules and signatures, changes nothing.
+Modules that are given are read, and not changed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from polyreme.errors import ConfigError, ModelError, Problem, named, warn
 from polyreme.models.peft import has_adapters, is_peft_model, learns_prompts, plain_model
 
 NUM_ITEMS = "num_items_in_batch"
-"""The argument by which a Hugging Face model divides its sum of losses in place of its number of labels."""
+"""The argument by which a Hugging Face model divides its sum of losses, instead of its own number of
+labels."""
 IGNORED_LABEL = -100
-"""The label that takes no part in a loss, in torch and in transformers."""
+"""The label that a loss ignores, in torch and in transformers."""
 
 SIZES = (
     "hidden_size",
@@ -40,7 +41,7 @@ SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""Keys of transformers configs that count what every model has some of."""
+"""Keys of transformers configs whose values must be at least 1."""
 BLOCKS = (
     "num_hidden_layers",
     "num_layers",
@@ -50,13 +51,13 @@ BLOCKS = (
     "encoder_layers",
     "decoder_layers",
 )
-"""Config keys that count blocks, each of which takes a millisecond or so to make, even without memory."""
+"""Config keys that count blocks. Each block takes about a millisecond to build, even without memory."""
 MOST_BLOCKS = 10_000
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """Every tensor in what a module takes or returns: nested tuples, lists, mappings and dataclasses,
-    transformers' outputs too."""
+    """Return every tensor in a module's arguments or output: in nested tuples, lists, mappings and
+    dataclasses, including transformers' outputs."""
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -69,7 +70,7 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with what `change` makes of each leaf of it: of nested tuples, lists and dicts, and of
+    """Return `value` with `change` applied to each leaf of nested tuples, lists and dicts, and of
     dataclasses, which are copied."""
 
     def at(leaf: Any) -> Any:
@@ -84,15 +85,14 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def returned(value: object) -> list[Tensor]:
-    """The tensors that a module returned: `tensors_in` it, or else those that are attributes of a plain
-    object."""
+    """Return the tensors in a module's output: `tensors_in` it, or else the attributes of a plain object."""
     return tensors_in(value) or (tensors_in(list(vars(value).values())) if hasattr(value, "__dict__") else [])
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks, by name in registration order: the elements of every outermost ModuleList that
-    holds a tenth of the model's parameters (an encoder beside a decoder); or else of nn.Sequential alike; or
-    else of the largest ModuleList of modules of one class."""
+    """Return the repeated blocks, by name in registration order: the elements of every outermost ModuleList
+    that has a tenth of the model's parameters (an encoder beside a decoder); or else of every such
+    nn.Sequential; or else of the largest ModuleList whose modules are of one class."""
     return {
         f"{name}.{child}": block
         for name in _block_lists(model)
@@ -102,7 +102,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _block_lists(model: nn.Module) -> list[str]:
-    """Names of the lists whose elements are the repeated blocks."""
+    """The names of the lists whose elements are the repeated blocks."""
     total = sum(p.numel() for p in model.parameters())
     for kind in (nn.ModuleList, nn.Sequential):
         lists: list[str] = []
@@ -126,12 +126,12 @@ def _block_lists(model: nn.Module) -> list[str]:
 
 
 def pipeline_list(model: nn.Module) -> str:
-    """The name of the one list of blocks that a pipeline cuts: "" for a model that is an nn.Sequential
-    itself, or else the model's only list of repeated blocks. Raises ModelError where that is none, or where
-    there are several."""
+    """Return the name of the list of blocks that a pipeline cuts: "" for a model that is an nn.Sequential
+    itself, or else the model's only list of repeated blocks. Raises ModelError where there is none, or
+    several."""
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return ""
-    sizes = {  # of what has one block, for which stages are too many
+    sizes = {  # lists of one block, so that the error is that stages are too many
         name: sum(p.numel() for p in module.parameters())
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == 1
@@ -152,9 +152,17 @@ def pipeline_list(model: nn.Module) -> str:
     return lists[0]
 
 
+def pipeline_length(model: nn.Module) -> int:
+    """Return how many blocks the stages of a pipeline share; 0 for a model that a pipeline cannot cut."""
+    try:
+        return len([*model.get_submodule(pipeline_list(model)).children()])
+    except ModelError:
+        return 0
+
+
 def sample_inputs(model: nn.Module) -> dict[str, Tensor] | None:
-    """The smallest inputs that a Hugging Face model of texts or images accepts, on the CPU; None for any
-    other model."""
+    """Return the smallest inputs that a Hugging Face model of texts or images accepts, on the CPU; None for
+    any other model."""
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if name == "input_ids":
@@ -167,11 +175,10 @@ def sample_inputs(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def sample_batch(model: nn.Module, samples: int, sequence: int) -> dict[str, Tensor] | None:
-    """Random numbers on the CPU, of the shapes of a micro-batch for a Hugging Face model of texts or images;
-    None for any other model.
+    """Return a random micro-batch on the CPU for a Hugging Face model of texts or images; None for any other
+    model.
 
-    Texts are `sequence` tokens long, or as long as the model takes; with them go a language model's
-    labels."""
+    Texts are `sequence` tokens long, or the most that the model takes; a language model also gets labels."""
     smallest = sample_inputs(model)
     if smallest is None:
         return None
@@ -191,15 +198,15 @@ def sample_batch(model: nn.Module, samples: int, sequence: int) -> dict[str, Ten
 
 
 def takes_from_all_blocks(model: nn.Module) -> str | None:
-    """The setting by which a Hugging Face model's loss or output takes something from every block, not from
-    the last alone; or None."""
+    """Return the setting by which a Hugging Face model's loss or output needs values of every block, not only
+    of the last; None without one."""
     settings = ("output_router_logits", "output_hidden_states", "output_attentions")
     return next((name for name in settings if getattr(getattr(model, "config", None), name, False)), None)
 
 
 def skips_blocks(model: nn.Module) -> str | None:
-    """The setting by which a Hugging Face model skips whole blocks at random, such as "layerdrop = 0.1"; None
-    without one."""
+    """Return the setting by which a Hugging Face model skips whole blocks at random, such as "layerdrop =
+    0.1"; None without one."""
     values = getattr(getattr(model, "config", None), "__dict__", {})
     found = (
         f"{key} = {value}"
@@ -211,7 +218,8 @@ def skips_blocks(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class ForwardSignature:
-    """What a model's forward takes: the names of its parameters, and whether it takes any others."""
+    """The arguments of a model's forward: the names of its parameters, and whether it takes any other
+    names."""
 
     names: frozenset[str]
     any_name: bool
@@ -226,8 +234,8 @@ class ForwardSignature:
 
 
 def training_arguments(model: nn.Module) -> dict[str, Any]:
-    """Arguments that a Hugging Face model wants in training whatever the batch: no key-value cache, which
-    only generation reads (and which a recomputed block would fill twice)."""
+    """Return the arguments that a Hugging Face model needs in training with every batch: no key-value cache,
+    which only generation reads (and which a recomputed block would fill twice)."""
     model = plain_model(model)
     config = getattr(model, "config", None)
     return (
@@ -238,27 +246,29 @@ def training_arguments(model: nn.Module) -> dict[str, Any]:
 
 
 def count_labels(model: nn.Module, batch: object) -> int | None:
-    """How many labels of `batch` the model's own loss is the mean of; None where the batch carries no
-    `labels` tensor.
+    """Return the number of labels in `batch` over which the model's own loss is a mean; None where the batch
+    has no `labels` tensor.
 
-    A causal language model predicts the next token, so the first label of each sequence is never predicted; a
-    decoder whose loss does not shift the labels itself is given them shifted."""
+    A causal language model predicts the next token, so the first label of each sequence is not counted; a
+    decoder whose loss does not shift labels itself gets them shifted, and all are counted."""
     if not isinstance(batch, Mapping):
         return None
     labels, start, ids = (batch.get(name) for name in ("labels", "start_positions", "input_ids"))
-    # the label of an answer; one that begins after the text's end has no loss
+    # question answering: an answer that begins after the text's end has no loss
     if isinstance(start, Tensor) and isinstance(ids, Tensor):
         return int((start < ids.shape[1]).sum())
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
-    if labels.dim() >= 2 and _shifts_labels(model):
+    if isinstance(shifted := batch.get("shift_labels"), Tensor) and shifts_labels(model):
+        return int((shifted != IGNORED_LABEL).sum())
+    if labels.dim() >= 2 and shifts_labels(model):
         labels = labels[..., 1:]
     return int((labels != IGNORED_LABEL).sum())
 
 
-def _shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's forward calls transformers' loss for causal language models, which is also that of
-    models of no known kind."""
+def shifts_labels(model: nn.Module) -> bool:
+    """Return whether the model's forward calls transformers' loss for causal language models, the default
+    where a model names no loss."""
     model = plain_model(model)
     if getattr(model, "loss_type", "") not in ("ForCausalLM", "ForConditionalGeneration", None):
         return False
@@ -273,8 +283,8 @@ def _shifts_labels(model: nn.Module) -> bool:
 
 
 def count_tokens(batch: object) -> int:
-    """Positions of the batch's `input_ids`, without those that an `attention_mask` of their shape says are
-    padding; 0 for a batch that is not text."""
+    """Count the positions of the batch's `input_ids`, without padding by an `attention_mask` of their shape;
+    0 for a batch without `input_ids`."""
     ids, mask = (
         batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "attention_mask")
     )
@@ -284,9 +294,9 @@ def count_tokens(batch: object) -> int:
 
 
 def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write what transformers saves of a model (config, generation settings, code of its own) without its
-    weights, and what PEFT does: its adapters, whose whole tensors are in `weights` (or its `prompts`). The
-    model's own config, in which transformers notes what it saves, stays as it is."""
+    """Write the files that transformers saves of a model (config, generation settings, code of its own),
+    without its weights, and PEFT's files of adapters, whose whole tensors (or `prompts`) are in `weights`.
+    The model's own config, which transformers changes when it saves, is restored."""
     from transformers.utils import logging
 
     shown, config = logging.is_progress_bar_enabled(), vars(model.config)
@@ -306,15 +316,15 @@ def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -
 
 
 def saved_name(model: nn.Module, names: Sequence[str]) -> str:
-    """The name, among all names of a tensor, under which transformers saves it: not one that it ties to
-    another when it loads the model."""
+    """Return the name, of all names of a tensor, under which transformers saves it: the first that it does
+    not tie to another name when it loads the model."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in names if name not in tied), names[0])
 
 
 def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Names that transformers gives tensors in files, by name, where they differ. Tensors that it would also
-    divide or join keep theirs, which it reads as well."""
+    """Return the names that transformers gives tensors in files, by their names in the model, where these
+    differ. Tensors that it would also divide or join keep their names, which it reads as well."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
@@ -336,21 +346,20 @@ def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[st
 
 
 def base_prefix(model: nn.Module) -> str:
-    """What the names of a model with a head have before those of the model without one, with its dot; "" for
-    other modules."""
+    """Return the prefix, with its dot, that names in a model with a head have before those of the model
+    without one; "" for other modules."""
     prefix = getattr(model, "base_model_prefix", "")
     return f"{prefix}." if prefix else ""
 
 
 def no_decay(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay should leave alone by default: vectors and scalars, which all
-    norms and biases are."""
+    """Return the names of the parameters without weight decay by default: vectors and scalars, as all norms
+    and biases are."""
     return {name for name, p in model.named_parameters(remove_duplicate=False) if p.dim() < 2}
 
 
 def matrices(model: nn.Module) -> set[str]:
-    """Names of the block's weight matrices: what Muon is for. Embeddings, heads and everything outside the
-    blocks are not among them."""
+    """Return the names of the blocks' weight matrices, which Muon updates, without embeddings."""
     inside = tuple(name + "." for name in find_blocks(model))
     embeddings = {
         id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
@@ -370,15 +379,15 @@ def build(
     allow_missing: bool | Sequence[str] = False,
     allow_unused: bool | Sequence[str] = False,
 ) -> nn.Module:
-    """A Hugging Face model: from the safetensors of the directory `path` in float32, or newly initialised
-    from `config`, a transformers config as a mapping with `model_type`. `vocab_size` fills in the tokenizer's
-    where the config gives none.
+    """Build a Hugging Face model: from the safetensors of the directory `path` in float32, or newly
+    initialised from `config`, a transformers config as a mapping with `model_type`. vocab_size: used where
+    that config has none.
 
-    allow_missing: whether the directory may lack tensors of the model, or patterns of their names;
-    allow_unused: whether it may have others. Raises ConfigError where neither can be built, or tensors are
-    missing or too many."""
+    allow_missing: whether the directory may lack tensors of the model, or patterns of names that it may lack;
+    allow_unused: the same for tensors that the model does not have. Raises ConfigError where the model cannot
+    be built, or tensors are missing or unused."""
     if path is None:
-        return skeleton(None, config, trust_remote_code, vocab_size)
+        return new_model(None, config, trust_remote_code, vocab_size)
     loaded = read_config(path, None, trust_remote_code)
     auto = _architecture(loaded)
     fix = "give a directory that save_pretrained wrote, or model.config to start anew"
@@ -394,15 +403,15 @@ def build(
             use_safetensors=True,
             output_loading_info=True,
         )
-    except Exception as error:  # each format of weights has errors of its own
-        said = str(error) or type(error).__name__
+    except Exception as error:  # each format of weights raises errors of its own
+        message = str(error) or type(error).__name__
         if error.args == ("metadata",):
-            said = (
+            message = (
                 'model.safetensors.index.json has no "metadata", which transformers needs to convert tensors'
             )
             fix = 'add "metadata": {} to that file, or save it anew with save_pretrained'
         raise ConfigError(
-            [Problem("model.path", path, f"its weights cannot be loaded: {said}", fix)]
+            [Problem("model.path", path, f"its weights cannot be loaded: {message}", fix)]
         ) from error
     refuse_unused(path, model, sorted(report["unexpected_keys"]), allow_unused)
     if missing := _not_allowed(sorted(report["missing_keys"]), allow_missing):
@@ -421,8 +430,8 @@ def build(
 def refuse_unused(
     path: str, model: nn.Module, names: Iterable[str], allowed: bool | Sequence[str] = False
 ) -> None:
-    """Raise ConfigError where the directory has tensors of these names, which the model does not have: but
-    for those of `allowed` (all, or patterns), and what transformers, too, leaves in silence."""
+    """Raise ConfigError for tensors in the directory that the model does not have, unless they are `allowed`
+    (all, or by patterns), or transformers ignores them as well. names: those of the tensors."""
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     # buffers that older models had elsewhere, and saved
     held = [
@@ -443,14 +452,14 @@ def refuse_unused(
 
 
 def _not_allowed(names: Iterable[str], allowed: bool | Sequence[str]) -> list[str]:
-    """Those of the names that are not allowed, all or by patterns."""
+    """The names that are not allowed. allowed: all, none, or patterns."""
     patterns = ("*",) if allowed is True else allowed or ()
     return [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)]
 
 
-def shell(path: str, trust_remote_code: bool = False) -> nn.Module:
-    """The model that `build` builds from a directory, in training mode, with new weights. Raises ModelError
-    where they are quantized."""
+def with_new_weights(path: str, trust_remote_code: bool = False) -> nn.Module:
+    """Build the model of a directory in training mode, with new weights in place of the directory's. Raises
+    ModelError where those are quantized."""
     loaded = read_config(path, None, trust_remote_code)
     if getattr(loaded, "quantization_config", None) is not None:
         raise ModelError(f"{path} has quantized weights")
@@ -461,7 +470,7 @@ def shell(path: str, trust_remote_code: bool = False) -> nn.Module:
 
 
 def refuse_unsavable(model: nn.Module) -> None:
-    """Raise ModelError for settings that transformers refuses to write, as each save would."""
+    """Raise ModelError for settings that transformers refuses to save, as each checkpoint would fail."""
     if not (hasattr(model, "base_model_prefix") and hasattr(model, "save_pretrained")) or has_adapters(model):
         return
     try:
@@ -469,18 +478,18 @@ def refuse_unsavable(model: nn.Module) -> None:
             save_config(model, Path(folder), {})
     except OSError:  # of that folder
         return
-    except Exception as error:  # of any kind, by what transformers does with a setting
-        said = " ".join(str(error).split())
+    except Exception as error:  # transformers raises any, by setting
+        message = " ".join(str(error).split())
         raise ModelError(
             f"config or generation_config of {type(model).__name__} cannot be saved, and so no checkpoint: "
-            f"{said:.500} Correct it before initialize(), as model.generation_config.do_sample = True for "
+            f"{message:.500} Correct it before initialize(), as model.generation_config.do_sample = True for "
             "settings of sampling, or remove the setting"
         ) from error
 
 
 def _generation_config(path: str) -> Any:
-    """What the directory's generation_config.json says; None without one. Raises ConfigError for one that
-    cannot be read."""
+    """Read the directory's generation_config.json; None without one. Raises ConfigError for one that cannot
+    be read."""
     import transformers
 
     file = Path(path) / "generation_config.json"
@@ -495,20 +504,24 @@ def _generation_config(path: str) -> Any:
                 if type(each) not in (int, NoneType)
             ]:
                 raise ValueError(f"{wrong[0]!r} is not the number of a token")
-    except Exception as error:  # what is wrong in a file comes out as any kind
-        said = f"its {file.name} cannot be read: {' '.join(str(error).split()) or type(error).__name__:.300}"
-        raise ConfigError([Problem("model.path", path, said, "correct that file, or delete it")]) from error
+    except Exception as error:  # a damaged file raises anything
+        message = (
+            f"its {file.name} cannot be read: {' '.join(str(error).split()) or type(error).__name__:.300}"
+        )
+        raise ConfigError(
+            [Problem("model.path", path, message, "correct that file, or delete it")]
+        ) from error
     return loaded
 
 
-def skeleton(
+def new_model(
     path: str | None,
     config: Mapping[str, Any] | None,
     trust_remote_code: bool = False,
     vocab_size: int | None = None,
 ) -> nn.Module:
-    """The model that `build` builds, newly initialised in any case: under `torch.device("meta")`, its shapes
-    alone."""
+    """Build the same model as `build`, but always newly initialised; under `torch.device("meta")` without
+    memory."""
     loaded = read_config(path, config, trust_remote_code, vocab_size)
     try:
         return _architecture(loaded).from_config(loaded)
@@ -519,7 +532,7 @@ def skeleton(
 
 
 def no_model(path: str) -> Problem | None:
-    """Why a directory is no model's; None where it is one."""
+    """Return the problem why a directory is no Hugging Face model; None where it is one."""
     if (Path(path) / "config.json").is_file():
         return None
     reason = "is not a Hugging Face model directory (no config.json in it)"
@@ -541,8 +554,8 @@ def read_config(
     trust_remote_code: bool = False,
     vocab_size: int | None = None,
 ) -> Any:
-    """The transformers config of the directory `path`, or that `config` describes, as for `build`. Raises
-    ConfigError."""
+    """Read the transformers config of the directory `path`, or make it of the mapping `config`, as for
+    `build`. Raises ConfigError where it is wrong."""
     import transformers
 
     if path is not None:
@@ -550,7 +563,7 @@ def read_config(
             raise ConfigError([problem])
         try:
             loaded = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except Exception as error:  # what is wrong in a directory comes out as any kind
+        except Exception as error:  # a damaged directory raises anything
             raise _unfit(path, None, error) from error
         _refuse_kernels(loaded, "model.path", path, trust_remote_code)
         _generation_config(path)
@@ -565,7 +578,7 @@ def read_config(
         values.setdefault("vocab_size", vocab_size)
     try:
         made = transformers.AutoConfig.for_model(kind, **values)
-    except Exception as error:  # its classes check themselves, each with errors of its own
+    except Exception as error:  # config classes raise errors of their own
         raise _unfit(None, config, error) from error
     if problems := [*_misspelt(kind, values, type(made)()), *_nonsense(values)]:
         raise ConfigError(problems)
@@ -574,21 +587,21 @@ def read_config(
 
 
 def _refuse_kernels(config: Any, key: str, value: object, trusted: bool) -> None:
-    """transformers fetches a kernel that a config names (or stands for one that is not installed) from its
-    hub, and runs it. Raises ConfigError for one, unless it is trusted."""
+    """Raise ConfigError where transformers would fetch a kernel from its hub and run it: one that the config
+    names, or the replacement of one that is not installed. trusted: allow it."""
     from transformers import utils
 
-    parts = [
+    configs = [
         config,
         *(
-            part
+            each
             for name in getattr(config, "sub_configs", {})
-            if (part := getattr(config, name, None)) is not None
+            if (each := getattr(config, name, None)) is not None
         ),
     ]
-    for part in () if trusted else parts:
+    for each in () if trusted else configs:
         for name in ("attn_implementation", "experts_implementation"):
-            chosen = str(getattr(part, f"_{name}", None) or "").rpartition("|")[2]
+            chosen = str(getattr(each, f"_{name}", None) or "").rpartition("|")[2]
             installed = getattr(utils, f"is_{chosen.replace('attention', 'attn')}_available", None)
             if "/" in chosen or (chosen.startswith("flash_attention") and not (installed and installed())):
                 reason = f"{name} = {chosen!r} is code that transformers would fetch from its hub and run"
@@ -597,7 +610,7 @@ def _refuse_kernels(config: Any, key: str, value: object, trusted: bool) -> None
 
 
 def _nonsense(values: Mapping[str, Any]) -> list[Problem]:
-    """Sizes and fractions that transformers takes without a word, and no model can have."""
+    """Report sizes and fractions that transformers accepts silently, but no model can have."""
     found = []
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -623,8 +636,7 @@ def _nonsense(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _misspelt(kind: str, values: Mapping[str, Any], default: Any) -> list[Problem]:
-    """transformers takes keys that it does not know, without a word; those that are nearly one that it knows
-    are mistakes."""
+    """Report keys that are close to one that transformers knows. It accepts unknown keys silently."""
     known = {*vars(default), *default.attribute_map}
     found = []
     for key in values:
@@ -640,8 +652,8 @@ def _misspelt(kind: str, values: Mapping[str, Any], default: Any) -> list[Proble
 def text_problems(
     path: str | None, config: Any, sequence: int, vocabulary: int | None = None
 ) -> list[Problem]:
-    """Why the model of a transformers config cannot learn texts of `sequence` tokens out of `vocabulary`
-    (None: not known yet)."""
+    """Report why the model of a transformers config cannot learn texts of `sequence` tokens with a vocabulary
+    of this size (None: not known yet)."""
     text, found = config.get_text_config(), []
     owner = "model.path" if path is not None else "model.config"
     longest, tokens = getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None)
@@ -683,16 +695,17 @@ def text_problems(
 
 def _unfit(path: str | None, config: Mapping[str, Any] | None, error: Exception) -> ConfigError:
     key, value = ("model.config", dict(config or {})) if path is None else ("model.path", path)
-    # a list of all that there are
-    said = str(error).partition("Model type should be one of")[0].strip() or type(error).__name__
+    # the message ends with a list of all model types
+    message = str(error).partition("Model type should be one of")[0].strip() or type(error).__name__
     if not isinstance(error, ValueError | RuntimeError) and type(error).__module__ == "builtins":
-        said = f"{type(error).__name__}: {said}"  # KeyError: 'swish' says more than 'swish'
-    return ConfigError([Problem(key, value, f"transformers cannot build it: {' '.join(said.split())}",
+        message = f"{type(error).__name__}: {message}"  # KeyError: 'swish' says more than 'swish'
+    return ConfigError([Problem(key, value, f"transformers cannot build it: {' '.join(message.split())}",
                                 "write the keys of that model's transformers config")])  # fmt: skip
 
 
 def _architecture(config: Any) -> Any:
-    """The Auto class for a config: what its `architectures` names, else a causal language model."""
+    """The Auto class that builds the class in the config's `architectures`; by default for causal language
+    models. Raises ModelError where none does."""
     import transformers
 
     names = getattr(config, "architectures", None) or []
@@ -717,8 +730,26 @@ def _architecture(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def register_attention(configs: Sequence[Any], name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Make `function` an attention of transformers under this name, and the one of these configs of a model.
+    Returns what gives the configs their own back."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, function)
+    before = [(each, each._attn_implementation) for each in configs if hasattr(each, "_attn_implementation")]
+    for each, _ in before:
+        each._attn_implementation_internal = name
+
+    def undo() -> None:
+        for each, was in before:
+            if each._attn_implementation == name:
+                each._attn_implementation_internal = was
+
+    return undo
+
+
 def quiet(rank: int) -> None:
-    """No progress bars of transformers across ours, and its warnings from one rank only."""
+    """Turn off transformers' progress bars, which would disturb ours, and its warnings on all ranks but 0."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -10,28 +10,28 @@ from torch import nn
 
 
 class Patches:
-    """Changes modules, and undoes that."""
+    """A list of changes of modules, each of which can be undone."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Have `module` call `forward` in place of the one that it has."""
+        """Replace the forward of `module`."""
         self.attribute(module, "forward", forward)
 
     def attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Give `module` an attribute of its own, in place of the one that it or its class has."""
+        """Set an attribute of `module` until `undo`, in front of the one that it or its class has."""
         own = [vars(module)[name]] if name in vars(module) else []
         setattr(module, name, value)
         self._undo.append(partial(_restore, module, name, value, own))
 
     def call(self, undo: Callable[[], object]) -> None:
-        """Have `undo` called where what was done before this stands, and what was done after it is undone."""
+        """Add a change of the caller's own: `undo` is called after later changes are undone, and before
+        earlier ones are."""
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Give every module the attributes that it had, the last change first; one that was replaced since by
-        somebody else stays."""
+        """Undo all changes, the last first. An attribute that others have replaced since then stays."""
         while self._undo:
             self._undo.pop()()
 

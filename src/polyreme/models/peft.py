@@ -1,7 +1,7 @@
-"""The adapters that PEFT puts into a model, or prompts before its inputs. The one file that knows PEFT's
-names.
+"""Finds the adapters that PEFT puts into a model, or the prompts before its inputs. The only file that knows
+PEFT's names.
 
-Looks at modules and folders, changes nothing."""
+Reads modules and folders, changes nothing."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from polyreme.models.tensor_access import entries
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The model that PEFT's adapters were put into; any other model itself."""
+    """Return the model that PEFT's adapters were put into; any other model itself."""
     return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether it is a PeftModel, around a model that has the adapters."""
+    """Whether it is a PeftModel, which is a wrapper around the model with the adapters."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a PeftModel, or one of transformers after `add_adapter`: both save their adapters by
-    themselves."""
+    """Whether it is a PeftModel, or a model of transformers after `add_adapter`: both can save their
+    adapters."""
     return is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
 
 
 def refuse_bare_base(model: nn.Module) -> None:
-    """Raise ModelError for a Hugging Face model whose layers PEFT wrapped, where it is not the one that can
-    save that."""
+    """Raise ModelError for a Hugging Face model whose layers PEFT wrapped, but that is not the one that can
+    save the adapters."""
     if (
         hasattr(model, "save_pretrained")
         and not has_adapters(model)
@@ -49,8 +49,9 @@ def refuse_bare_base(model: nn.Module) -> None:
 
 
 def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
-    """Names of the parameters and buffers that PEFT's adapter files hold, of all adapters; none for any other
-    model. absent: names of those that other pipeline stages have."""
+    """Return the names of the parameters and buffers in PEFT's files of all adapters; none for any other
+    model.
+    absent: names of those that other pipeline stages have."""
     if not has_adapters(model):
         return set()
     if learns_prompts(model):
@@ -58,7 +59,7 @@ def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
     from peft import get_peft_model_state_dict
 
     empty = {name: torch.empty(0, device="meta") for name in (*entries(model), *absent)}
-    # it looks at names of parameters whose numbers may be released
+    # PEFT reads only names, of parameters whose numbers may be released
     with torch._C.DisableTorchFunctionSubclass():
         saved = [
             get_peft_model_state_dict(model, empty, name, save_embedding_layers=False)
@@ -69,7 +70,7 @@ def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise ModelError for the folder of a model that has an adapter beside its weights, or nothing else."""
+    """Raise ModelError for a model's folder that has an adapter beside its weights, or only an adapter."""
     if not (folder / "adapter_config.json").is_file():
         return
     trained = "initialize(peft.PeftModel.from_pretrained({}, {}, is_trainable=True), ...) trains it"
@@ -88,9 +89,9 @@ def refuse_adapter(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Adapted:
-    """Names of the modules in a layer that PEFT wrapped. base: the layer itself. kind: "LoRA", or what else.
-    Of LoRA: down, up: the linear layers to each adapter's low rank and back; dropouts: what they drop before
-    it."""
+    """The names of the modules in a layer that PEFT wrapped. base: the layer itself. kind: of adapters, such
+    as "LoRA". Of LoRA, down, up: the linear layers to each adapter's low rank and back; dropouts: those
+    before `down`."""
 
     base: str
     kind: str
@@ -100,7 +101,7 @@ class Adapted:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """The layers that PEFT wrapped, by name."""
+    """Return the layers that PEFT wrapped, by name."""
     found = {}
     for name, module in model.named_modules():
         base = next((each for each in ("base_layer", "original_module") if each in module._modules), None)
@@ -109,15 +110,15 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
         kind = type(module).__module__.removeprefix("peft.").removeprefix("tuners.").partition(".")[0]
         if kind == "lora" and type(module).__name__ == "Linear":
             variants = {type(variant).__name__ for variant in module.lora_variant.values()}
-            parts = [
+            inside = [
                 [
-                    f"{name}.{part}.{each}"
-                    for each, inner in module.get_submodule(part).named_children()
+                    f"{name}.{key}.{each}"
+                    for each, inner in module.get_submodule(key).named_children()
                     if not isinstance(inner, nn.Identity)
                 ]
-                for part in ("lora_A", "lora_B", "lora_dropout")
+                for key in ("lora_A", "lora_B", "lora_dropout")
             ]
-            found[name] = Adapted(f"{name}.{base}", ", ".join(sorted(variants)) or "LoRA", *parts)
+            found[name] = Adapted(f"{name}.{base}", ", ".join(sorted(variants)) or "LoRA", *inside)
         else:
             found[name] = Adapted(
                 f"{name}.{base}",
@@ -127,8 +128,8 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """What modules are called without PEFT's wrappers and adapters, by their names with them; without the
-    wrappers and adapters themselves."""
+    """Return the names that modules have without PEFT's wrappers and adapters, by their names with them.
+    Wrappers and adapters themselves are left out."""
     modules, plain = dict(model.named_modules()), plain_model(model)
     adapted = adapted_layers(model)
     prefix = next(f"{name}." if name else "" for name, module in modules.items() if module is plain)
@@ -136,9 +137,9 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     for name in modules:
         if name in adapted or not (f"{name}.".startswith(prefix) or name == ""):
             continue
-        parts = name.split(".")
+        words = name.split(".")
         outer = next(
-            (each for end in range(1, len(parts)) if (each := ".".join(parts[:end])) in adapted), None
+            (each for end in range(1, len(words)) if (each := ".".join(words[:end])) in adapted), None
         )
         if outer is None:
             found[name] = name.removeprefix(prefix)
@@ -148,7 +149,7 @@ def plain_names(model: nn.Module) -> dict[str, str]:
 
 
 def learns_prompts(model: nn.Module) -> bool:
-    """Whether PEFT puts learned prompts before its inputs, in place of adapters into its layers."""
+    """Whether PEFT puts learned prompts before the model's inputs."""
     configs: Any = model.peft_config if is_peft_model(model) else {}
     return any(config.is_prompt_learning for config in configs.values())
 
@@ -160,7 +161,7 @@ def learns_keys(model: nn.Module) -> bool:
 
 
 def prompts(model: nn.Module) -> dict[str, Tensor]:
-    """The prompt that PEFT's file of each adapter holds. It is computed, so the parameters with names of
-    `adapters` have to be in memory."""
+    """Compute the prompt in PEFT's file of each adapter, by its name. The parameters named by `adapters` must
+    be in memory."""
     with torch.random.fork_rng():  # an encoder may have dropout
         return {name: model.get_prompt_embedding_to_save(name).clone() for name in model.peft_config}  # type: ignore[union-attr, operator]

@@ -1,9 +1,9 @@
-"""Takes a model out of what others wrapped it in, so that its names are the plain model's: torch.compile,
-DistributedDataParallel, ...
+"""Removes the wrappers around a model, such as torch.compile's or DistributedDataParallel, so that its names
+are those of the plain model.
 
-Invariant: of the module that `unwrap` returns no name has a wrapper's prefix, and it computes what the
-wrapped one does, by itself: without another's communication. A wrapper that the caller still has calls the
-plain module from then on. What cannot be undone is refused."""
+Invariant: no name in the module that `unwrap` returns has a wrapper's prefix, and it computes the same as the
+wrapped one, but without the wrapper's communication. A wrapper that the caller still has calls the plain
+module from then on. A wrapper that cannot be removed is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INSIDE = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper":
         ("_checkpoint_wrapped_module", 'memory.activations = "host" in the config does it'),
 }  # fmt: skip
-"""The attribute that is the wrapped module, by class of wrapper, and what to do for what the wrapper did."""
+"""The attribute with the wrapped module, by class of wrapper, and the way to do here what the wrapper did."""
 
 FOREIGN = (
     "torch.distributed.fsdp",
@@ -34,14 +34,14 @@ FOREIGN = (
     "torch.distributed.tensor",
     "deepspeed.",
 )
-"""Packages whose modules and parameters hold a part of a model, or communicate."""
+"""Packages whose modules and parameters are shards of a model, or communicate."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """`model` without wrappers around it and around the modules in it, with a warning for each kind.
+    """Return `model` without the wrappers around it and the modules in it, with a warning for each kind.
 
-    Raises ModelError for what another library has divided, and for wrappers that do more than to call the
-    module."""
+    Raises ModelError for a model that another library has divided, and for wrappers that do more than call
+    the module."""
     _refuse_divided(model)
     notes: dict[str, str] = {}
     plain = _opened(model, notes)
@@ -63,7 +63,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _opened(module: nn.Module, notes: dict[str, str]) -> nn.Module:
-    """What is inside of all wrappers around a module, which call it from now on."""
+    """Return the module inside of all wrappers around `module`, which call it directly from now on."""
     while (found := INSIDE.get(_path(type(module)))) is not None:
         attribute, notes[type(module).__name__] = found
         inner: nn.Module = getattr(module, attribute)
@@ -82,7 +82,7 @@ def _opened(module: nn.Module, notes: dict[str, str]) -> nn.Module:
                              'plain module, and write precision.compute = "bf16"')  # fmt: skip
         if (reducer := module.__dict__.get("reducer")) is not None:
             reducer._remove_autograd_hooks()
-            # they hold what autograd made of the parameters, of the dtype of then
+            # they keep autograd's nodes of the parameters, in their dtype of that time
             module.__dict__.update(reducer=None, logger=None)
         module.__dict__["forward"] = inner.__call__
         module = inner
@@ -90,6 +90,7 @@ def _opened(module: nn.Module, notes: dict[str, str]) -> nn.Module:
 
 
 def _refuse_divided(model: nn.Module) -> None:
+    """Raise ModelError where another library has divided the model or holds its parameters."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(f"{name or 'the model'} is of torch.jit (script or trace), whose forward "
@@ -108,13 +109,12 @@ def _refuse_divided(model: nn.Module) -> None:
 
 
 def _foreign(thing: object) -> str | None:
-    """The class by which a module or a parameter is another library's."""
+    """The path of the class that makes a module or a parameter another library's; None if it is none."""
     return next((path for path in _paths(thing) if path.startswith(FOREIGN)), None)
 
 
 def _paths(thing: object) -> Iterator[str]:
-    """Where the classes of a module or a parameter come from; of a parameter that holds a tensor of a class
-    of its own, its too."""
+    """Yield the paths of the classes of a module or a parameter, and of the tensor that a parameter holds."""
     kinds = [*type(thing).__mro__, *(type(thing.data).__mro__ if isinstance(thing, nn.Parameter) else ())]
     return (_path(kind) for kind in kinds)
 

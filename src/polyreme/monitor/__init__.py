@@ -1,7 +1,6 @@
-"""Where the numbers of training go: the terminal, a log file, TensorBoard, Weights & Biases, MLflow.
+"""The destinations of training's numbers: the terminal, a log file, TensorBoard, Weights & Biases, MLflow.
 
-Invariant: no monitor can end training. One that raises is dropped, with one message to those that remain.
-"""
+Invariant: no monitor can end training. One that raises is dropped, with one message to those that remain."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ __all__ = ["LOG_NAME", "FanOut", "Monitor", "Record", "Run", "open_monitors", "r
 
 
 class FanOut:
-    """One monitor in front of several. Errors of any of them end here."""
+    """A monitor that passes everything to several others. Their errors end here."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._monitors = list(monitors)
@@ -45,7 +44,7 @@ class FanOut:
 
     def _each(self, call: Callable[[Monitor], None]) -> None:
         for monitor in tuple(self._monitors):
-            if monitor in self._monitors:  # telling of a failure may have found another
+            if monitor in self._monitors:  # reporting one failure may have dropped another
                 try:
                     call(monitor)
                 except Exception as error:
@@ -66,10 +65,10 @@ class FanOut:
 
 
 def open_monitors(section: MonitorSection, folder: Path) -> Monitor:
-    """The monitors that `section` of the config asks for, as one, writing into `folder`. For rank 0 only.
+    """Return the monitors that `section` of the config asks for, as one, writing into `folder`. For rank 0
+    only.
 
-    Raises `ConfigError` naming every service whose package cannot be imported.
-    """
+    Raises `ConfigError` naming every service whose package cannot be imported."""
     monitors: list[Monitor] = []
     problems: list[Problem] = []
     if section.console:

@@ -1,4 +1,4 @@
-"""The terminal: a live bar where there is one, else one aligned line every few steps.
+"""Progress on the terminal: a live bar where there is one, else one aligned line every few steps.
 
 Invariant: at 80 columns nothing wraps, and messages never break the bar. No thread of its own: the bar is
 drawn by the step that changes it."""
@@ -27,8 +27,8 @@ _WIDTHS = {
 
 
 class _Output(Terminal):
-    """Standard output, which a run outlives: where nobody reads on (`| head`), rich would end the process
-    with status 1."""
+    """Standard output that a run outlives: where nobody reads on (`| head`), rich would end the process with
+    status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -83,7 +83,7 @@ class Console:
         self._terminal.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self, summary: Mapping[str, object]) -> None:
-        """Leave the bar; the summary is for logs, people are told the end of a run in a message."""
+        """Stop the bar. The summary is for logs; people read the end of a run in a message."""
         if self._live is not None:
             self._live.refresh()
             self._live.stop()
@@ -104,8 +104,8 @@ class Console:
         return " ".join([f"{step:>{width}}", *cells])
 
     def _progress(self, record: Record | None) -> str:
-        """ "512/1000", or without the total where that would be long or is not known; the widest one for
-        None."""
+        """Return "512/1000", or without the total where that would be long or is not known; for None, the
+        widest text."""
         total = self._run.steps if self._run else None
         step = record.step if record else total or 10**7
         return f"{step}/{total}" if total and total < 100_000 else str(step)
@@ -164,7 +164,7 @@ def _decimal(value: float | None) -> str:
 
 
 def _si(value: float) -> str:
-    """Three digits and a unit: 950, 18.9k, 2.1M, 70B."""
+    """Return three digits and a unit: 950, 18.9k, 2.1M, 70B."""
     return _scaled(value, 1000, ("", "k", "M", "B", "T"))
 
 

@@ -1,8 +1,8 @@
 """The log file of a run: one JSON object per line.
 
 Invariant: each line is complete as soon as its step ends, or, where the disk is full, as soon as there is
-room. A process killed while writing costs the one line it was writing. A run resumed in the same folder goes
-on in the same file, from which the steps go that it does again."""
+room. A process killed while writing costs the one line it was writing. A run resumed in the same folder
+continues the same file, without the steps that it does again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class JSONL:
         if run.step:
             os.truncate(self._file.fileno(), _end_of(self._path, run.step))
         torn = _is_torn(self._path)
-        self._waiting = b"\n" if torn else b""  # what a killed process left of its last line stays by itself
+        self._waiting = b"\n" if torn else b""  # a torn last line of a killed process stays a line of its own
         self._write(
             "run", {"started": datetime.now(UTC).isoformat(timespec="seconds"), **dataclasses.asdict(run)}
         )
@@ -74,8 +74,8 @@ class JSONL:
 
 
 def _end_of(path: Path, step: int) -> int:
-    """The bytes of a log up to what its last run did after `step` steps, and up to the summary of its end, if
-    it had one."""
+    """Return the length in bytes of a log up to `step` steps of its last run, or up to the summary at its
+    end, if that comes earlier."""
     end = at = 0
     over = False
     with path.open("rb") as lines:
@@ -103,10 +103,10 @@ def _is_torn(path: Path) -> bool:
 
 
 def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run and its steps as `JSONL` wrote them, each step once and in order; NaN reads as None.
+    """Return the run and its steps as `JSONL` wrote them, each step once and in order; NaN reads as None.
 
-    Where a resumed run did steps again, the later ones count. Lines that are not complete are passed over.
-    Raises `DataError` if there is no such file or it has no run."""
+    Where a resumed run did steps again, the later ones count. Incomplete lines are skipped. Raises
+    `DataError` if there is no such file or it has no run."""
     if not path.is_file():
         raise DataError(f"{path}: there is no such log; a run writes it where monitor.jsonl = true")
     run: dict[str, Any] | None = None
@@ -123,7 +123,8 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
                 run, elapsed = entry, 0.0
                 steps = {step: fields for step, fields in steps.items() if step <= entry["step"]}
             elif kind == "step":
-                if "elapsed" not in entry:  # a log of before: its `seconds` are since the process began
+                # an older format: its `seconds` count from the start of the process
+                if "elapsed" not in entry:
                     so_far = entry.get("seconds") or elapsed
                     entry |= {"seconds": so_far - elapsed, "elapsed": so_far}
                 elapsed = entry["elapsed"]

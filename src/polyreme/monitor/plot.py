@@ -58,7 +58,7 @@ def _column(steps: list[dict[str, Any]], name: str) -> Floats:
 
 
 def _running_mean(values: Floats, window: int) -> Floats:
-    """Centred mean over `window` values, shorter at the ends, passing over NaN."""
+    """Return the centred mean over `window` values, shorter at the ends, skipping NaN."""
     valid = np.isfinite(values)
     ones = np.ones(min(window, len(values)))
     total = np.convolve(np.where(valid, values, 0.0), ones, mode="same")
@@ -111,7 +111,7 @@ def _draw_losses(axes: Axes, series: dict[str, Floats]) -> None:
 def _line(
     slope: float, x0: float = 0.0, y0: float = 0.0
 ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """The line through (x0, y0), and its inverse."""
+    """Return the line through (x0, y0), and its inverse."""
     return lambda x: y0 + (x - x0) * slope, lambda y: x0 + (y - y0) / slope
 
 

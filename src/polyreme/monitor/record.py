@@ -1,4 +1,4 @@
-"""What monitors log: the run, each step, messages, and the end.
+"""The data that monitors log: the run, each step, messages, and the end.
 
 Invariant: plain values only. A record holds no tensor and no reference into the engine, so a monitor may keep
 it."""
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What is being trained, told once before the first step."""
+    """The facts of a run, logged once before the first step."""
 
     model: str  # the model's class or its folder
     parameters: int  # parameters of the whole model
@@ -52,7 +52,7 @@ class Record:
 
 
 class Monitor(Protocol):
-    """One place where records go. Only rank 0 has monitors. Any method may raise: the caller then drops the
+    """A destination of records. Only rank 0 has monitors. Any method may raise: the caller then drops the
     monitor."""
 
     def start(self, run: Run) -> None: ...
@@ -65,7 +65,7 @@ class Monitor(Protocol):
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON can hold it: NaN and infinities become None, unknown objects their text."""
+    """Return `value` as JSON can hold it: NaN and infinities become None, unknown objects their text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):
@@ -78,7 +78,8 @@ def plain(value: object) -> Any:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of `record` under the names that TensorBoard, Weights & Biases and MLflow group by."""
+    """Return the numbers of `record` under the names that TensorBoard, Weights & Biases and MLflow group
+    by."""
     values: dict[str, float | None] = {
         "train/loss": record.loss,
         "train/grad_norm": record.grad_norm,

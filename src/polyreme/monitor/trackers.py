@@ -96,7 +96,7 @@ class MLflow:
 
 
 def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted names and values as text, no longer than MLflow takes."""
+    """Yield dotted names and values as text, no longer than MLflow takes."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")

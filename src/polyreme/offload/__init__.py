@@ -1,1 +1,1 @@
-"""Numbers off the device: in host memory or in files, read ahead of use and written behind it."""
+"""Numbers off the device: in host memory or in files, read ahead of their use and written behind it."""

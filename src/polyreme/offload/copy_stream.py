@@ -1,7 +1,7 @@
-"""Copies between a device and host memory that go on beside the stream that computes.
+"""Copies between a device and host memory that run beside the stream that computes.
 
-Invariant: a copy begins when all that was begun before it on the device is complete. No communication.
-"""
+Invariant: a copy begins when everything that was begun before it on the device is complete. No
+communication."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ from torch import Tensor
 
 
 def copy_stream_to(device: torch.device) -> CopyStream:
-    """The way between host memory and the device."""
+    """Return the copy stream between host memory and the device."""
     return CudaCopyStream(device) if device.type == "cuda" else CopyStream()
 
 
 class CopyStream:
-    """Copies of a CPU, done at once. What out and back return in place of an event is None."""
+    """Copies on a CPU, done at once. `out` and `back` return None in place of an event."""
 
     def out(self, source: Tensor, memory: Tensor) -> Any:
-        """Begin to copy `source` to memory; returns when it is complete."""
+        """Begin to copy `source`, on the device, to host `memory`. Returns an event for the end of the
+        copy."""
         memory[: source.nbytes].copy_(source)
 
     def back(self, memory: Tensor, after: Any) -> tuple[Tensor, Any]:
-        """Begin to copy memory, once `after` has come, to a new tensor; returns it, and when that is
-        complete."""
+        """Begin to copy host `memory`, after the event `after`, to a new tensor on the device. Returns the
+        tensor, and an event for the end of the copy."""
         return memory.clone(), None
 
     def into(self, memory: Tensor, target: Tensor) -> Any:
-        """Begin to copy memory to `target`, of the same shape and dtype; returns when memory is free."""
+        """Begin to copy host `memory` to `target`, of the same shape and dtype, on the device. Returns an
+        event after which `memory` may be written to."""
         target.copy_(memory)
 
     def beside(self) -> AbstractContextManager[object]:
-        """What is begun inside begins after the copies to the device, and not after what is being
-        computed."""
+        """Context in which device work begins after the copies to the device, and not after the computation
+        under way."""
         return nullcontext()
 
     def wait(self, event: Any) -> None:
         """Wait for a copy before it is used."""
 
     def arrive(self) -> None:
-        """Wait for what `into` copied, before it is used."""
-
-    def returned(self) -> Any:
-        """An event that comes when all copies that have begun so far have left their memory."""
+        """Wait for the copies of `into` before they are used."""
 
     def settle(self) -> None:
-        """Let go of sources that were copied; called now and then."""
+        """Free the sources of complete copies. Called now and then."""
 
     def finish(self) -> None:
-        """Return when nothing is being copied."""
+        """Wait until nothing is being copied."""
 
 
 class CudaCopyStream(CopyStream):
-    """Copies of a GPU, on a stream in each direction, beside the one that computes. Memory is used again in
-    the order of the streams."""
+    """Copies of a GPU, on one stream in each direction, beside the one that computes. Memory is reused in the
+    order of the streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._out, self._back = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -64,7 +63,7 @@ class CudaCopyStream(CopyStream):
 
     def out(self, source: Tensor, memory: Tensor) -> torch.cuda.Event:
         self._out.wait_stream(torch.cuda.current_stream(self._device))
-        self._out.wait_stream(self._back)  # it may still read what this memory had before
+        self._out.wait_stream(self._back)  # the back stream may still read the last contents of this memory
         with torch.cuda.stream(self._out):
             memory[: source.nbytes].copy_(source, non_blocking=True)
         event = self._out.record_event()
@@ -73,7 +72,7 @@ class CudaCopyStream(CopyStream):
 
     def back(self, memory: Tensor, after: torch.cuda.Event | None) -> tuple[Tensor, torch.cuda.Event]:
         copy = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device)
-        # which may still use what the copy's memory had before
+        # the computation may still use the last contents of the copy's memory
         self._back.wait_stream(torch.cuda.current_stream(self._device))
         if after is not None:
             self._back.wait_event(after)
@@ -83,7 +82,7 @@ class CudaCopyStream(CopyStream):
         return copy, self._back.record_event()
 
     def into(self, memory: Tensor, target: Tensor) -> torch.cuda.Event:
-        # which may still read what the target had before
+        # the computation may still read the last contents of the target
         self._back.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._back):
             target.copy_(memory, non_blocking=True)
@@ -99,12 +98,9 @@ class CudaCopyStream(CopyStream):
     def arrive(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._back)
 
-    def returned(self) -> torch.cuda.Event:
-        return self._back.record_event()
-
     def settle(self) -> None:
-        """The sources that left since the last time are freed: from here on the stream that computes waits
-        for them to have left."""
+        """Free the sources of copies since the last call: the stream that computes waits for these copies
+        from here on."""
         for _, event in self._leaving:
             torch.cuda.current_stream(self._device).wait_event(event)
         self._leaving.clear()

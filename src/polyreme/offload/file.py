@@ -1,7 +1,7 @@
-"""Extents in files: read ahead and written behind by threads, through memory that is used again.
+"""Extents in files, read ahead and written behind by threads, through reused memory.
 
-Invariants: transfers of one extent take place in the order in which they were begun, and none reads what is
-still in memory. Only threads that use a tier begin transfers. No communication."""
+Invariants: transfers of one extent run in the order in which they were begun, and none reads an extent that
+is still in memory. Only threads that use a tier begin transfers. No communication."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ from polyreme.offload.store import Opened, Store, Then, add_when
 log = logging.getLogger(__name__)
 
 BUFFERS = 5
-"""One in use, and where as much is written as read, two that are read ahead and two that are written
-behind."""
+"""One in use, and, as reads and writes balance, two that are read ahead and two that are written behind."""
 THREADS = 2
 WRITING = 1
 """Extents that may wait in memory to be written while another is changed, where memory is not of fixed
@@ -41,13 +40,13 @@ size."""
 
 
 class FileStore(Store):
-    """Extents in nameless files of `folders`, which are made if need be and are claimed for `run`, if it is
-    given, until `close` (see Claim).
+    """Extents in nameless files of `folders`, which are made if need be and are claimed for `run`, if given,
+    until `close` (see Claim).
 
     Extent i is in folder (i + rank) % len(folders), so that ranks which go through their extents together use
-    all disks. All the memory that it takes are `buffers` (2 at least to add) times the largest extent; with 0
-    buffers, which none is streamed through, as much as is open at once. `pin` locks it for a device. Raises
-    TierError where a folder cannot be used or is another run's."""
+    all disks. Takes `buffers` (2 at least to add) times the memory of the largest extent; with 0 buffers,
+    which allow no stream, as much as is open at once. `pin` locks it for a device. Raises TierError where a
+    folder cannot be used or is another run's."""
 
     in_memory = False
 
@@ -74,13 +73,13 @@ class FileStore(Store):
         self.count, self._pin = buffers, pin
         self._memory, self._fixed, self._made = MemoryPool(), 0, 0
         self._pool = ThreadPoolExecutor(threads, "tier")
-        self._lock = threading.Lock()  # guards what threads of the pool change
-        self._alone = threading.RLock()  # held by whatever thread calls
+        self._lock = threading.Lock()  # guards state that threads of the pool change
+        self._alone = threading.RLock()  # held by the calling thread
         self._stream: FileStream | None = None
-        self._staged: dict[int, _Staged] = {}  # extents that are in memory
-        self._jobs: dict[int, Future[None]] = {}  # the last one of each extent
+        self._staged: dict[int, _Staged] = {}  # extents in memory
+        self._jobs: dict[int, Future[None]] = {}  # the last transfer of each extent
         self._writing: deque[Future[None]] = deque()
-        self._failures: dict[int, Exception] = {}  # keys: extents, which are not whole
+        self._failures: dict[int, Exception] = {}  # by extent, whose bytes are not complete
 
     @property
     def buffers(self) -> int:
@@ -105,7 +104,7 @@ class FileStore(Store):
         return stream
 
     def begin(self, stream: FileStream) -> None:
-        """Have it be the open one, and read ahead."""
+        """Make `stream` the open one, and read ahead."""
         self._end_stream()
         self.settle()
         self._stream = stream
@@ -125,12 +124,13 @@ class FileStore(Store):
                 with self.traffic.waiting():
                     self._writing.popleft().result()
             staged = self.stage(extent, read)
-            if staged.uses > 1 and (write or staged.changing):  # it is being written, or changed before that
+            # it is being written, or changed before the write
+            if staged.uses > 1 and (write or staged.changing):
                 self.settle([extent])
             return staged
 
     def stage(self, extent: int, read: bool, ahead: bool = False) -> _Staged:
-        """Begin to bring an extent to memory, unless it is there still, to be written. `ahead`: to a buffer,
+        """Begin to bring an extent to memory, unless it is still there to be written. `ahead`: to a buffer,
         as soon as one is free."""
         with self._lock:
             if (staged := self._staged.get(extent)) is not None:
@@ -160,13 +160,13 @@ class FileStore(Store):
         if data.nbytes == self.sizes[extent]:
             with self._alone:
                 opened = self.open(extent, read=False, write=True)
-                if data.device.type == "cpu":  # what comes from a device is in the order of its copies
+                if data.device.type == "cpu":  # copies from a device are ordered by the copy stream
                     opened.wait()
                 arrived = self.copy_stream.out(data.view(torch.uint8), opened.memory[: data.nbytes])
                 opened.close(arrived)
                 return arrived is None
         with self._window(extent, start, stop) as (window, first):
-            if start > first or (stop % ALIGNMENT and stop < self.sizes[extent]):  # what is beside it stays
+            if start > first or (stop % ALIGNMENT and stop < self.sizes[extent]):  # keep the bytes around it
                 self.move("read", extent, window, first)
             window[start - first : stop - first] = data.view(torch.uint8)
             self.move("write", extent, window, first)
@@ -216,7 +216,7 @@ class FileStore(Store):
 
     def close(self) -> None:
         if self._stream is not None:
-            with contextlib.suppress(TierError):  # its extents are given up
+            with contextlib.suppress(TierError):  # its extents are dropped
                 self._stream.close()
         self._pool.shutdown()
         super().close()
@@ -226,8 +226,8 @@ class FileStore(Store):
         self._staged.clear()
 
     def move(self, what: Literal["read", "write"], extent: int, memory: Tensor, at: int = 0) -> None:
-        """Read all of `memory` from the extent's bytes from `at` on, or write it there. In any thread;
-        `check` raises its errors."""
+        """Read the extent's bytes from `at` on into all of `memory`, or write them from it. Runs in any
+        thread; `check` raises its errors."""
         allocation = self._allocation(extent)
         try:
             getattr(allocation.segment.backing, what)(memory, allocation.start + at)
@@ -243,14 +243,14 @@ class FileStore(Store):
         return bool(self._failures)
 
     def check(self) -> None:
-        """Raise a TierError if an extent is not whole."""
+        """Raise TierError if a transfer of an extent has failed."""
         for failure in [*self._failures.values()][:1]:
             raise TierError(
                 f"a transfer failed, and what the tier holds is not whole any more: {failure}"
             ) from failure
 
     def arrive(self, staged: _Staged) -> Any:
-        """Return when it is read; and the event at which its memory may be changed, if that is to come."""
+        """Wait until an extent is read. Returns the event after which its memory may be changed, or None."""
         if staged.reading is not None:
             with self.traffic.waiting():
                 staged.reading.result()
@@ -260,8 +260,8 @@ class FileStore(Store):
     def write_behind(
         self, extent: int, staged: _Staged, after: Any = None, change: Callable[[], None] | None = None
     ) -> None:
-        """Have a thread wait for the event, make the change, write what the extent has in memory and let go
-        of it."""
+        """Begin, in a thread, to wait for the event, make the change, write the extent and release its
+        memory."""
 
         def job() -> None:
             try:
@@ -277,7 +277,7 @@ class FileStore(Store):
         self._writing.append(self._begin(extent, job))
 
     def let_go(self, extent: int, staged: _Staged, free: Any = None) -> None:
-        """One user fewer of what an extent has in memory, which may be changed at that event."""
+        """Count one user fewer of an extent's memory, which may be changed after the event `free`."""
         if staged.reading is not None:
             wait([staged.reading])
         with self._lock:
@@ -289,7 +289,7 @@ class FileStore(Store):
         self._memory.give(staged.memory, staged.free)
 
     def _begin(self, extent: int, work: Callable[[], None]) -> Future[None]:
-        """Have a thread do `work` after what was begun of the extent before."""
+        """Run `work` in a thread, after the transfers of the extent that were begun before."""
         before = self._jobs.get(extent)
 
         def job() -> None:
@@ -310,7 +310,7 @@ class FileStore(Store):
 
     @contextlib.contextmanager
     def _window(self, extent: int, start: int, stop: int) -> Iterator[tuple[Tensor, int]]:
-        """Memory for the pages of an extent that have these bytes, and which byte it begins with."""
+        """Yield memory for the pages with these bytes of an extent, and the number of its first byte."""
         with self._alone:
             self._end_stream()
             self.settle([extent])
@@ -324,14 +324,14 @@ class FileStore(Store):
                 self._memory.give(memory)
 
     def _take(self, nbytes: int) -> tuple[Tensor, Any]:
-        """Memory for so many bytes, and the event at which it is free."""
+        """Return memory for so many bytes, and the event after which it is free."""
         if (nbytes := padded(nbytes)) > self._fixed > 0:
             raise ValueError(f"{nbytes} bytes of an extent that came later than `commit`")
         with self.traffic.waiting():
             return self._memory.lend(self._fixed or nbytes, new=None if self._fixed else self._new)
 
     def _new(self, nbytes: int, _: torch.dtype) -> Tensor:
-        """Memory in place of that whose size no extent has any more."""
+        """Allocate memory, in place of memory whose size no extent has any more."""
         for memory, event in self._memory.drop(but={*map(padded, self.sizes.values())}):
             self._made -= memory.nbytes
             if event is not None:
@@ -340,7 +340,7 @@ class FileStore(Store):
         return aligned(nbytes, self._pin)
 
     def _end_stream(self) -> None:
-        """End the stream that may be open."""
+        """End the open stream, if there is one."""
         if self._allocations is None:
             raise TierError("this tier is closed, or its space was never taken")
         if self._stream is not None:
@@ -353,7 +353,7 @@ class FileStore(Store):
 
     def _forget(self, extent: int) -> None:
         self._jobs.pop(extent, None)
-        if (staged := self._staged.pop(extent, None)) is not None:  # read ahead of a use that does not come
+        if (staged := self._staged.pop(extent, None)) is not None:  # read ahead for a use that did not come
             self._memory.give(staged.memory, staged.free)
         super()._forget(extent)
         self._failures.pop(extent, None)
@@ -361,8 +361,8 @@ class FileStore(Store):
 
 @dataclass
 class _Staged:
-    """An extent in memory. free: the event at which that may be changed. uses: by whoever opened it, and by
-    the thread that writes it. changing: that thread changes it first, or waits for what is copied to it."""
+    """An extent in memory. free: the event after which the memory may be changed. uses: its users, among them
+    the thread that writes it. changing: that thread changes it first, or waits for a copy to it."""
 
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     free: Any = None
@@ -371,30 +371,29 @@ class _Staged:
     changing: bool = False
 
     def is_near(self) -> bool:
-        """Whether it is read."""
+        """Return whether the extent has been read."""
         return self.reading is None or self.reading.done()
 
 
 class FileStream:
-    """A Stream of a FileStore, of one thread. It stays open when it is dropped, until the tier is used
-    again."""
+    """A Stream of a FileStore, for one thread. A dropped one stays open until the tier is used again."""
 
     def __init__(self, store: FileStore, order: Sequence[int], write: bool) -> None:
         self._store, self._order, self._write = store, list(order), write
         self._ahead: deque[tuple[int, _Staged]] = deque()
         self._using: tuple[int, _Staged] | None = None
-        self._position = 0  # of the extent that is read ahead next
+        self._position = 0  # in `order`, of the extent to read ahead next
         self._taken = self._superseded = self._waits = False
         self.closed = False
 
     def begin(self) -> None:
-        """Read ahead."""
+        """Begin to read the first extents."""
         self._waits, self._position = False, 0
         self._fetch(self._store.count)
 
     def give_way(self) -> None:
-        """Let the tier be used for something else. If nothing was taken yet, this begins anew when
-        something is."""
+        """Free the tier for another use. If nothing was taken from the stream yet, it begins anew at the
+        first use."""
         if self.closed:
             return
         if self._taken:
@@ -431,7 +430,7 @@ class FileStream:
         return staged.memory[: self._store.sizes[extent]]
 
     def close(self) -> None:
-        """Return when everything is written, what is in use, too. Raises what failed."""
+        """Wait until everything is written, the extent in use too. Raises the errors of transfers."""
         if self.closed:
             return
         self.closed = True
@@ -441,20 +440,20 @@ class FileStream:
             self._store.settle()
 
     def _fetch(self, most: int) -> None:
-        """Have so many extents read ahead, if there are as many."""
+        """Read ahead until so many extents are in memory or under way."""
         while not self.closed and len(self._ahead) < most and self._position < len(self._order):
             extent = self._order[self._position]
             self._ahead.append((extent, self._store.stage(extent, read=True, ahead=True)))
             self._position += 1
 
     def _pass_on(self) -> None:
-        """Write what is in use, or let go of it."""
+        """Write the extent in use, or release it."""
         if (used := self._using) is not None:
-            # first: whatever interrupts this, what another has is not written again
+            # set first, so that an interrupt here does not write it twice
             self._using = None
             (self._store.write_behind if self._write else self._store.let_go)(*used)
 
     def _drop(self) -> None:
-        """Let go of what was read ahead."""
+        """Release the extents that were read ahead."""
         while self._ahead:
             self._store.let_go(*self._ahead.popleft())

@@ -1,4 +1,4 @@
-"""Extents in host memory. Invariant: an extent never moves, so what a stream gives is the extent itself. No
+"""Extents in host memory. Invariant: an extent never moves, so a stream yields the extent itself. No
 communication."""
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ ADDING = 2
 
 
 class HostStore(Store):
-    """Extents of `device` in host memory, pinned where that is a GPU. `traffic` counts what is used of
-    extents where they lie; whoever has to take it to the device, or from there, does that itself. `of`: what
-    they are, for errors."""
+    """Extents of `device` in host memory, pinned where that is a GPU.
+
+    `traffic` counts the extents that are used in place; copies to and from the device are their user's. of:
+    what the extents are, for errors."""
 
     in_memory = True
 
     def __init__(
         self, device: torch.device | str = "cpu", copy_stream: CopyStream | None = None, of: str = ""
     ) -> None:
-        # before memory goes, nothing may be copied to it or from it
+        # memory is freed only when no copy uses it
         extents, self._summands = (Space(self._take, lambda _: self.copy_stream.finish()) for _ in range(2))
         super().__init__([extents], 0, copy_stream)
         self._pin, self._of = torch.device(device).type == "cuda", f" for {of}" if of else ""
-        # of each extent that something is on its way to be added to: what does that
+        # extents with an addition under way, and the function that does it
         self._adding: deque[tuple[int, Callable[[], None]]] = deque()
-        # the last copy to each extent, and from there, that may not be complete
+        # the last copy to each extent, and from it, that may be incomplete
         self._coming: dict[int, Any] = {}
         self._leaving: dict[int, Any] = {}
 
@@ -52,7 +53,7 @@ class HostStore(Store):
 
     def put(self, extent: int, data: Tensor, start: int = 0) -> bool:
         self._check_range(extent, start, start + data.nbytes)
-        if data.device.type == "cpu":  # what comes from a device is in the order of its copies
+        if data.device.type == "cpu":  # copies from a device are ordered by the copy stream
             self._wait(extent, to_change=True)
         memory = self.memory(extent)[start : start + data.nbytes]
         arrived = self.copy_stream.out(data.view(torch.uint8), memory)
@@ -113,24 +114,24 @@ class HostStore(Store):
         self._summands.close()
 
     def memory(self, extent: int) -> Tensor:
-        """The extent itself, which does not count as traffic."""
+        """Return the extent itself, without counting it as traffic."""
         return _memory(self._allocation(extent))[: self.sizes[extent]]
 
     def _arriving(self, extent: int) -> Any:
-        """Return when all that was to be added to the extent is; and the event at which what was put last is
-        there, if it is on the way."""
+        """Wait until all additions to the extent are done. Returns the event of the last copy to it, if that
+        is under way."""
         while self._is_busy(extent):
             self._adding.popleft()[1]()
         return self._coming.get(extent)
 
     def _let_go(self, extent: int, write: bool, after: Any) -> None:
-        """Note the event at which a copy from the extent is complete, or with `write` one to it."""
+        """Note the event for the end of a copy from the extent, or with `write` of one to it."""
         self.traffic.written += self.sizes[extent] if write else 0
         if after is not None:
             (self._coming if write else self._leaving)[extent] = after
 
     def _wait(self, extent: int, to_change: bool = False) -> None:
-        """Return when the extent can be read, or changed, by the CPU."""
+        """Wait until the CPU can read the extent, or change it."""
         events = self._arriving(extent), self._leaving.pop(extent, None) if to_change else None
         self._coming.pop(extent, None)
         for event in events:
@@ -143,7 +144,7 @@ class HostStore(Store):
                 f"host memory: {nbytes:,} bytes needed{self._of}, {free:,} "
                 "free. Use more hosts, or keep them in a folder"
             )
-        # touched: taken here, and not when training is under way
+        # touch it, so that the system gives it now and not during training
         return aligned(nbytes, self._pin).zero_()
 
     def _is_busy(self, extent: int) -> bool:
@@ -161,13 +162,13 @@ def _memory(allocation: Allocation) -> Tensor:
 
 
 def report_memory() -> dict[str, Any]:
-    """What `share` asks of every rank, as JSON can hold it."""
+    """Return this rank's report for `share`, as JSON can hold it."""
     return {"host": [socket.gethostname(), boot()], "free": available() or 0}
 
 
 def share(reports: Sequence[Mapping[str, Any]]) -> int:
-    """Bytes that this rank may take for a while of what is free: half of it, divided among the ranks of this
-    host. reports: all ranks' `report_memory`."""
+    """Return the bytes that this rank may take for a while: half of the free memory, divided among the ranks
+    of this host. reports: the `report_memory` of all ranks."""
     mine = [socket.gethostname(), boot()]
     free = [each["free"] for each in reports if [*each["host"]] == mine]
     return int(min(free)) // 2 // len(free)
@@ -187,35 +188,35 @@ def refuse_more(reports: Sequence[Mapping[str, Any]]) -> None:
 
 
 def available() -> int | None:
-    """Bytes of host memory that this process can have without swapping or being killed. None where nothing
-    tells."""
+    """Return the bytes of host memory that this process can have without swapping or being killed; None where
+    nothing tells."""
     return min(pools().values(), default=None)
 
 
 def pools() -> dict[str, int]:
-    """The same by what grants it, which processes may share: what the system has, and what control groups
-    leave (a container's limit, a job's of Slurm)."""
-    told, machine = Path("/proc/meminfo"), boot() or socket.gethostname()
+    """Return the bytes of host memory available to this process from each pool that it may share: the
+    system's free memory, and the rest of each control group's limit (of a container, or of a Slurm job)."""
+    meminfo, machine = Path("/proc/meminfo"), boot() or socket.gethostname()
     free: dict[str, int] = {}
-    for line in told.read_text().splitlines() if told.exists() else ():
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
         if line.startswith("MemAvailable:"):
             free[machine] = int(line.split()[1]) << 10
     groups = _left_by_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    # in each container the groups have names of their own
+    # in each container the groups have other names
     container = Path("/proc/self/ns/cgroup").readlink() if groups else ""
     return free | {f"{machine} {container} {group}": left for group, left in groups.items()}
 
 
 def total() -> int:
-    """Bytes of host memory that this process could have if nothing else was there: the same at every
+    """Return the bytes of host memory that this process could have if nothing else ran: the same at every
     start."""
     groups = _left_by_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), of_all=True)
     return min((os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *groups.values()))
 
 
 def _left_by_groups(membership: Path, root: Path, of_all: bool = False) -> dict[Path, int]:
-    """Bytes that each control group around this process leaves it, of those that have a limit: versions 2 and
-    1 (https://docs.kernel.org/admin-guide/cgroup-v2.html). Pages of files that were not used lately count as
+    """Return the bytes that each control group with a limit around this process leaves it: versions 2 and 1
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html). Pages of files that were not used lately count as
     free. of_all: the limits themselves."""
     found: dict[Path, int] = {}
     for line in membership.read_text().splitlines() if membership.exists() else ():
@@ -224,9 +225,9 @@ def _left_by_groups(membership: Path, root: Path, of_all: bool = False) -> dict[
             continue
         top, files = (root / "memory", _VERSION_1) if controllers else (root, _VERSION_2)
         group = top / path.lstrip("/")
-        # a container may see the top alone
+        # a container may only see the top
         for each in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
-            with contextlib.suppress(OSError, ValueError):  # no such group here; "max": no limit
+            with contextlib.suppress(OSError, ValueError):  # no such group here; or "max": no limit
                 limit, used = (int((each / name).read_text()) for name in files[:2])
                 statistics = (each / "memory.stat").read_text().split()
                 free = limit - used + int(statistics[statistics.index(files[2]) + 1])

@@ -1,8 +1,8 @@
-"""The optimizer's numbers of one bucket in a tier: extents, each with a part of the master and, behind it,
-that part of every state.
+"""The optimizer's numbers of one bucket in a tier: extents, each with an interval of the master and, behind
+it, the same interval of every state.
 
-Invariants: an extent is of consecutive elements of one optimizer group (of one tensor, where the optimizer
-looks at whole ones), so it is all that the update of these elements reads and writes; the extents of a bucket
+Invariants: an extent has consecutive elements of one optimizer group (of one tensor, where the optimizer
+needs whole ones), so it is all that the update of these elements reads and writes; the extents of a bucket
 come in rising order. Communication: none."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyreme.layout.bucket_layout import BucketLayout, GroupInterval, align
 from polyreme.layout.intervals import Interval, ceil_div, chunks, overlap, round_up
-from polyreme.layout.region import MASTER, Stored, part_of
+from polyreme.layout.region import MASTER, Stored, slice_of
 from polyreme.offload.store import Store
 from polyreme.optim.groups import Group, trial_state
 from polyreme.optim.quantized_states import QuantizedKernel, States
@@ -30,8 +30,8 @@ _ALIGNED = 64  # bytes
 
 
 @dataclass(frozen=True)
-class Field:
-    """Where an extent has its numbers of one kind: in the bytes from `begin` on."""
+class StateField:
+    """The numbers of one kind in an extent: in its bytes from `begin` on."""
 
     begin: int
     dtype: torch.dtype
@@ -46,18 +46,18 @@ class Field:
         return self.begin + self.size * self.dtype.itemsize
 
     def of(self, memory: Tensor) -> Tensor:
-        """The numbers, in the extent's bytes."""
+        """Return the numbers, as a view of the extent's bytes."""
         return memory[self.begin : self.end].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class StateExtent:
-    """The elements of `interval`, extent `number` of the tier, with `fields` by kind: MASTER, and the names
-    of states."""
+    """The elements of `interval`, in extent `number` of the tier, with `fields` by kind: MASTER, and the
+    names of states."""
 
     interval: GroupInterval
     number: int
-    fields: Mapping[str, Field]
+    fields: Mapping[str, StateField]
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +65,8 @@ class StateExtent:
 
 
 class OffloadedStates:
-    """The states of one bucket: of the part `region` of its flat buffer, with masters of `dtype`. Reserves
-    them in `store`. `compact`: how states are kept, if not as torch does."""
+    """The masters, of `dtype`, and states of the elements `region` of one bucket's flat buffer, in
+    extents reserved in `store`. `compact`: the format of states, if not torch's."""
 
     def __init__(
         self,
@@ -81,18 +81,19 @@ class OffloadedStates:
         self._all: list[StateExtent] = []
         for interval in layout.group_intervals(region.start, region.stop):
             share = align(ceil_div(interval.size, torch.get_num_threads()))
-            for part in cut(interval, min(HOST_EXTENT, max(EXTENT, share)) if store.in_memory else EXTENT):
-                fields = _fields(part, groups[part.group], dtype, compact)
+            for piece in cut(interval, min(HOST_EXTENT, max(EXTENT, share)) if store.in_memory else EXTENT):
+                fields = _fields(piece, groups[piece.group], dtype, compact)
                 self._all.append(
-                    StateExtent(part, store.reserve(max(field.end for field in fields.values())), fields)
+                    StateExtent(piece, store.reserve(max(field.end for field in fields.values())), fields)
                 )
 
     def __iter__(self) -> Iterator[StateExtent]:
         return iter(self._all)
 
     def write(self, kind: str, start: int, flat: Tensor) -> None:
-        """Set the numbers of one kind, one for each of the elements from `start` of the bucket's flat buffer
-        on, as far as they are here; of a state with a shape of its own all, where `start` is its tensor's."""
+        """Set the numbers of one kind, one for each element of the bucket's flat buffer from `start` on, of
+        which this rank takes its own; or all of a state with a shape of its own, where `start` is its
+        tensor's."""
         for extent in self._all:
             first = extent.interval.start
             if (field := extent.fields.get(kind)) is None or (
@@ -105,8 +106,8 @@ class OffloadedStates:
                 self.store.put(extent.number, numbers, begin)
 
     def read_master(self, flat: Tensor, start: int) -> None:
-        """Copy masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is
-        padding there stays."""
+        """Copy masters to `flat`, which begins at element `start` of the bucket's flat buffer. Padding in it
+        is left as it is."""
         for extent in self._all:
             field, first = extent.fields[MASTER], extent.interval.start
             if inside := overlap(Interval(start, start + flat.numel()), Interval(first, first + field.size)):
@@ -114,39 +115,40 @@ class OffloadedStates:
                 numbers = self.store.get(extent.number, begin, begin + size * field.dtype.itemsize)
                 flat[inside.since(start)].copy_(numbers.view(field.dtype))
 
-    def numbers(self, extent: StateExtent, kind: str, part: GroupInterval | None) -> Tensor | Stored:
-        """The extent's numbers of one kind, or those of a part of its interval: in host memory, or to be read
-        when they are needed."""
+    def numbers(self, extent: StateExtent, kind: str, inside: GroupInterval | None) -> Tensor | Stored:
+        """Return the extent's numbers of one kind, or those of the interval `inside` its own: in host memory,
+        or to be read when they are needed."""
         field = extent.fields[kind]
         found = self.store.numbers(extent.number, field.begin, field.dtype, field.shape)
-        if part is None:
+        if inside is None:
             return found
-        return part_of(found, *within(extent.interval, part, field.size))
+        return slice_of(found, *within(extent.interval, inside, field.size))
 
-    def keep(self, extent: StateExtent, kind: str, part: GroupInterval, numbers: Tensor) -> None:
-        """Set the extent's numbers of one kind that belong to a part of its interval."""
+    def keep(self, extent: StateExtent, kind: str, inside: GroupInterval, numbers: Tensor) -> None:
+        """Set the extent's numbers of one kind that belong to the interval `inside` its own."""
         field = extent.fields[kind]
-        start, _ = within(extent.interval, part, field.size)
+        start, _ = within(extent.interval, inside, field.size)
         self.store.put(extent.number, numbers, field.begin + start * field.dtype.itemsize)
 
 
-def within(whole: GroupInterval, part: GroupInterval, size: int) -> tuple[int, int]:
-    """Where the part of an interval is in the `size` numbers that there are of the whole: one for each
-    element, or one for some of them."""
-    return (part.start - whole.start) * size // whole.size, (part.stop - whole.start) * size // whole.size
+def within(whole: GroupInterval, inside: GroupInterval, size: int) -> tuple[int, int]:
+    """Return the range of `inside` in the `size` numbers of the `whole` interval, which has one number for
+    each element, or for some of them."""
+    return (inside.start - whole.start) * size // whole.size, (inside.stop - whole.start) * size // whole.size
 
 
 def cut(interval: GroupInterval, chunk: int) -> list[GroupInterval]:
-    """`interval` in parts of at most `chunk` elements each, or as it is where it is one whole tensor."""
+    """Cut `interval` into shorter ones of at most `chunk` elements each. That of a whole tensor stays as it
+    is."""
     if interval.slot is not None:
         return [interval]
-    return [GroupInterval(interval.group, *part) for part in chunks(interval, chunk)]
+    return [GroupInterval(interval.group, start, stop) for start, stop in chunks(interval, chunk)]
 
 
 def _fields(
     interval: GroupInterval, group: Group, dtype: torch.dtype, compact: States | None
-) -> dict[str, Field]:
-    """The master first, then every state that is more than one number."""
+) -> dict[str, StateField]:
+    """Return the fields of an extent: the master first, then every state that is more than one number."""
     shape = (interval.size,) if interval.slot is None else interval.slot.shape
     states: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     if compact is not None:
@@ -158,8 +160,8 @@ def _fields(
         for kind, value in trial_state(group, None if interval.slot is None else shape, dtype).items():
             if isinstance(value, Tensor) and value.dim():
                 states[kind] = value.dtype, shape if interval.slot is None else tuple(value.shape)
-    fields = {MASTER: Field(0, dtype, shape)}
+    fields = {MASTER: StateField(0, dtype, shape)}
     for kind, (form, sizes) in states.items():
         begin = round_up(max(field.end for field in fields.values()), _ALIGNED)
-        fields[kind] = Field(begin, form, sizes)
+        fields[kind] = StateField(begin, form, sizes)
     return fields

@@ -1,5 +1,5 @@
-"""A tier of a rank of a run that does not exist. Invariant: sizes and traffic are those of a real one; there
-are no numbers. No memory, no files, no communication."""
+"""The tier of a rank in a simulated run. Invariant: sizes and traffic are those of a real one; there are no
+numbers. No memory, no files, no communication."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polyreme.offload.host import HostStore
 
 
 class PlannedStore(HostStore):
-    """What a tier in host memory, or in files with `buffers` in memory, would take: extents on the meta
+    """A tier in host memory, or in files with `buffers` in memory, without either: extents on the meta
     device."""
 
     def __init__(self, in_memory: bool = True, buffers: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Space in host memory or in files, in which allocations of any size are taken and freed in any order.
+"""Space in host memory or in files, allocated and freed in any sizes and order.
 
 Invariant: allocations do not overlap, and begin at a page. No communication."""
 
@@ -23,14 +23,14 @@ class Allocation:
 
 @dataclass(eq=False)
 class Segment:
-    """`nbytes` of host memory (a tensor) or a file, and what of them is free."""
+    """`nbytes` of host memory (a tensor) or a file, and the gaps that are free."""
 
     backing: Any
     nbytes: int
     gaps: list[Interval]
 
     def take(self, nbytes: int) -> Allocation | None:
-        """The first gap's beginning that is large enough."""
+        """Allocate in the first gap that is large enough; None if there is none."""
         for i, gap in enumerate(self.gaps):
             if gap.size >= nbytes:
                 end = gap.start + nbytes
@@ -40,8 +40,8 @@ class Segment:
 
 
 class Space:
-    """Grows by segments, which `open` makes, of an eighth of what there is at least; `close` gets one that
-    goes."""
+    """Space that grows by segments of at least an eighth of its size. `open` makes a segment, `close` frees
+    one."""
 
     def __init__(self, open: Callable[[int], Any], close: Callable[[Any], object]) -> None:
         self._open, self._close = open, close
@@ -53,11 +53,11 @@ class Space:
         return sum(segment.nbytes for segment in self.segments)
 
     def grow(self, nbytes: int) -> None:
-        """Take a segment of so many bytes."""
+        """Add a segment of so many bytes."""
         self.segments.append(Segment(self._open(nbytes), nbytes, [Interval(0, nbytes)]))
 
     def take(self, nbytes: int) -> Allocation:
-        """Room for so many bytes, at a page; for none anywhere."""
+        """Allocate so many bytes at a page; for 0 bytes, anywhere."""
         nbytes = padded(nbytes)
         if not nbytes:
             return Allocation(self.segments[0], 0, 0)
@@ -65,7 +65,7 @@ class Space:
             if (allocation := segment.take(nbytes)) is not None:
                 return allocation
         for segment in [each for each in self.segments if each.gaps == [(0, each.nbytes)]]:
-            self._close(segment.backing)  # it is unused, and too small for what comes now
+            self._close(segment.backing)  # unused, and too small for this allocation
             self.segments.remove(segment)
         self.grow(nbytes * max(1, self.nbytes // 8 // nbytes))
         allocation = self.segments[-1].take(nbytes)
@@ -73,13 +73,13 @@ class Space:
         return allocation
 
     def free(self, allocation: Allocation) -> None:
-        """Give the room back, to be taken again."""
+        """Free the allocation, to be taken again."""
         allocation.segment.gaps = union(
             [*allocation.segment.gaps, Interval(allocation.start, allocation.stop)]
         )
 
     def close(self) -> None:
-        """Give all segments back."""
+        """Free all segments."""
         for segment in self.segments:
             self._close(segment.backing)
         self.segments.clear()

@@ -1,8 +1,8 @@
 """The interface of a tier: a store of extents, flat byte strings that are off the device, in host memory or
 in files. Optimizer states, parameters, gradients and activations are extents of one.
 
-Invariant: whatever the tier, an extent is the same bytes after the same changes. No communication: a tier is
-of one rank."""
+Invariant: in any tier, an extent has the same bytes after the same changes. No communication: a tier belongs
+to one rank."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from polyreme.offload.copy_stream import CopyStream
 from polyreme.offload.space import Allocation, Space
 
 Then = Callable[[Tensor], object]
-"""A function of numbers of an extent, on the CPU."""
+"""A callback with numbers of an extent, on the CPU."""
 
 
 @dataclass
 class Traffic:
-    """What went through a tier since it was made."""
+    """The traffic of a tier since it was made."""
 
     read: int = 0
-    """Bytes out of the tier, as they moved: of files whole multiples of ALIGNMENT."""
+    """Bytes out of the tier, as they moved: from files whole multiples of ALIGNMENT."""
     written: int = 0
-    """Bytes into it."""
+    """Bytes into the tier."""
     waited: float = 0.0
-    """Seconds that its users stood still for it."""
+    """Seconds that its users waited for it."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside."""
+        """Count the time that the caller waits inside."""
         began = time.perf_counter()
         try:
             yield
@@ -51,7 +51,7 @@ class Traffic:
 
 
 class Stream(Protocol):
-    """What `Store.stream` returns: an iterator over extents, which may be closed before its end, as a
+    """The result of `Store.stream`: an iterator over extents, which may be closed before its end, as a
     generator may."""
 
     def __iter__(self) -> Self: ...
@@ -66,16 +66,16 @@ class Opened:
     memory: Tensor
     """Its bytes (uint8, from a page on), once they have arrived."""
     is_near: Callable[[], bool]
-    """Tells whether `arriving` returns at once."""
+    """Returns whether `arriving` returns at once."""
     arriving: Callable[[], Any]
-    """Returns when the bytes are there, but for what is still being copied from the device, which ends at the
-    event that is returned, if any."""
+    """Waits until the bytes are in memory, except those being copied from the device. Returns the event for
+    the end of that copy, or None."""
     close: Callable[[Any], None]
-    """Lets go of the memory, and keeps what was changed in it. Takes the event at which what is being copied
-    to the device or from there is complete, or None."""
+    """Releases the memory, and keeps changes in it. Takes the event for the end of a copy to or from the
+    device, or None."""
 
     def wait(self) -> Tensor:
-        """The memory, when the CPU may use it."""
+        """Return the memory, once the CPU may use it."""
         if (event := self.arriving()) is not None:
             event.synchronize()
         return self.memory
@@ -84,7 +84,7 @@ class Opened:
 def add_when(
     arrived: Any, numbers: Tensor, memory: Tensor, dtype: torch.dtype, first: bool, then: Then | None
 ) -> None:
-    """Add `numbers`, once the event has come, to those of an extent that has this memory: see `Store.add`."""
+    """Add `numbers`, after the event, to those of an extent with this memory: see `Store.add`."""
     if arrived is not None:
         arrived.synchronize()
     total = memory[: numbers.numel() * dtype.itemsize].view(dtype)
@@ -94,22 +94,21 @@ def add_when(
 
 
 class Store(ABC):
-    """Extents that are reserved come into being at once with `commit`, as zeros; those that are reserved
-    later at any time, with any bytes, and go when they are released.
+    """A store of extents. Extents that are reserved before `commit` are made at once with it, as zeros; later
+    ones at any time, with any bytes, until they are released.
 
-    What is changed by one call is what the next one sees, though `put`, `add` and the end of an `Opened` may
-    go on behind. One stream is open at a time, and other calls find none open: each of them ends an earlier
-    stream, whose user gets a TierError if it asks for more; one that nothing was taken from yet begins anew
-    instead. `get` may be called in any thread, and `put` of bytes that lie on the CPU; others in one. A
-    failed transfer is a TierError, then and whenever the tier is asked again until the extent is released,
-    because it is not whole."""
+    A call sees the changes of the calls before it, though `put`, `add` and the end of an `Opened` may
+    continue in the background. One stream is open at a time. Any other call ends it: its user gets a
+    TierError if it asks for more; a stream from which nothing was taken yet begins anew instead. `get` may be
+    called in any thread, and `put` of bytes on the CPU; other calls in one. A failed transfer is a TierError
+    then and at each later call until the extent is released, because its bytes are not complete."""
 
     in_memory: bool
-    """Whether extents lie in host memory, where they can be used in place."""
+    """True if extents lie in host memory, where they can be used in place."""
 
     def __init__(self, spaces: Sequence[Space], turn: int = 0, copy_stream: CopyStream | None = None) -> None:
-        """`spaces` have an extent in turn, from number `turn` on. Bytes come from the device by
-        `copy_stream`."""
+        """`spaces` take extents in turn, from number `turn` on. `copy_stream` copies bytes from the
+        device."""
         self.sizes: dict[int, int] = {}
         """Bytes of each extent."""
         self.traffic = Traffic()
@@ -120,22 +119,22 @@ class Store(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of all extents."""
         return sum(self.sizes.values())
 
     @property
     def taken(self) -> int:
-        """Bytes of memory or files that it has for extents."""
+        """Bytes of memory or files allocated for extents."""
         return sum(space.nbytes for space in self._spaces)
 
     @property
     @abstractmethod
     def buffers(self) -> int:
-        """Bytes of host memory that it takes, of extents or to move them."""
+        """Bytes of host memory that it takes, for extents or to move them."""
 
     def reserve(self, nbytes: int) -> int:
-        """The number of a new extent of `nbytes` bytes, which may be 0. TierError where there is too little
-        room for one after `commit`."""
+        """Return the number of a new extent of `nbytes` bytes, which may be 0. Raises TierError where there
+        is too little room for one after `commit`."""
         extent = next(self._numbers)
         if self._allocations is not None:
             for _ in range(len(self._released)):
@@ -149,59 +148,59 @@ class Store(ABC):
         return extent
 
     def release(self, extent: int) -> None:
-        """Give the extent's room to others, when what is under way has ended. In any thread."""
+        """Free the extent, once its transfers have ended. In any thread."""
         self._released.append(extent)
 
     def commit(self) -> None:
-        """Take the space of all extents. TierError, with what is needed and what is free, where there is too
-        little."""
+        """Allocate all extents. Raises TierError, with the bytes needed and free, where there is too little
+        space."""
         for space, nbytes in zip(self._spaces, self._needed(), strict=True):
             space.grow(nbytes)
         self._allocations = {extent: self._space(extent).take(size) for extent, size in self.sizes.items()}
 
     @abstractmethod
     def put(self, extent: int, data: Tensor, start: int = 0) -> bool:
-        """Begin to set the extent's bytes from `start` on to those of `data`, flat, of the device or the CPU.
-        Returns whether it has left its memory; else that is to stay as it is until the copy stream is
+        """Begin to set the extent's bytes from `start` on to those of `data`, flat, on the device or the CPU.
+        Returns whether `data` has left its memory; if not, it must stay unchanged until the copy stream is
         settled."""
 
     @abstractmethod
     def get(self, extent: int, start: int, stop: int) -> Tensor:
-        """A copy of the extent's bytes [start, stop), whatever their alignment. Slower than a stream."""
+        """Return a copy of the extent's bytes [start, stop), at any alignment. Slower than a stream."""
 
     @abstractmethod
     def add(
         self, extent: int, data: Tensor, dtype: torch.dtype, first: bool = False, then: Then | None = None
     ) -> bool:
-        """Begin to add `data`, as `put` takes it, to the extent's numbers of `dtype`, or to set them to it if
-        it is the `first`; what is added is added in the order of calls. Gives the sum to `then`, in whichever
+        """Begin to add `data`, as `put` takes it, to the extent's numbers of `dtype`, or, if it is the
+        `first`, to set them to `data`. Additions run in the order of calls. Calls `then` with the sum, in any
         thread. Returns what `put` does."""
 
     @abstractmethod
     def open(self, extent: int, read: bool = True, write: bool = False) -> Opened:
-        """Begin to bring the extent to host memory, to be used there, and changed with `write`; `read=False`:
-        its bytes may be any, and each is set. One is open at a time."""
+        """Begin to bring the extent to host memory, to be used there, and changed with `write`. `read=False`:
+        its bytes may be anything, and the user sets each."""
 
     @abstractmethod
     def stream(self, order: Sequence[int], write: bool = True) -> Stream:
-        """The bytes of each extent of `order`, one after the other (any may come again): a uint8 tensor of
-        the CPU that begins at a page.
+        """Return an iterator over the bytes of each extent in `order` (any may repeat): uint8 tensors on the
+        CPU that begin at a page.
 
-        It is good until the next one is asked for or the stream is closed, and what was changed in it until
-        then is kept; `write=False` promises that nothing is. Reading ahead begins at once, not when the first
-        is asked for. A stream that is dropped ends when the tier is used again."""
+        A tensor is valid until the next one is taken or the stream is closed, and changes in it until then
+        are kept; `write=False` promises that there are none. Reading ahead begins at once, not when the first
+        is taken. A dropped stream ends when the tier is used again."""
 
     @abstractmethod
     def numbers(self, extent: int, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor | Stored:
-        """The extent's numbers from byte `start` on: themselves in host memory, or to be read when they are
-        needed."""
+        """Return the extent's numbers from byte `start` on: in place in host memory, or to be read when they
+        are needed."""
 
     @abstractmethod
     def settle(self, extents: Iterable[int] | None = None) -> None:
-        """Return when all that was begun of these extents has ended, or of all."""
+        """Wait for the transfers of these extents, or of all."""
 
     def close(self) -> None:
-        """Give everything back. Further calls do nothing."""
+        """Free everything. Further calls do nothing."""
         for space in self._spaces:
             space.close()
         self._allocations = None
@@ -215,23 +214,23 @@ class Store(ABC):
         return self._spaces[(extent + self._turn) % len(self._spaces)]
 
     def _needed(self) -> list[int]:
-        """Bytes of each space for what is reserved."""
+        """Return the bytes of each space for the reserved extents."""
         return [
             sum(padded(size) for extent, size in self.sizes.items() if self._space(extent) is space)
             for space in self._spaces
         ]
 
     def _check_range(self, extent: int, start: int, stop: int) -> None:
-        """ValueError unless the extent has the bytes [start, stop)."""
+        """Raise ValueError unless the extent has the bytes [start, stop)."""
         if not 0 <= start <= stop <= self.sizes[extent]:
             raise ValueError(f"bytes {start} to {stop} of extent {extent}, which has {self.sizes[extent]}")
 
     @abstractmethod
     def _is_busy(self, extent: int) -> bool:
-        """Whether something of the extent is under way."""
+        """Return whether a transfer of the extent is under way."""
 
     def _forget(self, extent: int) -> None:
-        """Free the extent, of which nothing is under way."""
+        """Free the extent, which has no transfer under way."""
         if self._allocations is not None:
             self._space(extent).free(self._allocations.pop(extent))
         del self.sizes[extent]

@@ -1,1 +1,1 @@
-"""Updates: parameter groups, learning rates, CPU kernels, quantised states."""
+"""Optimizers: parameter groups, learning rates, the kernels that update on a CPU, states in few bits."""

@@ -1,10 +1,10 @@
-"""Keeps what numba compiles of `compiled_kernels` on disk, in the user's folder for such things
-($XDG_CACHE_HOME/polyreme, or ~/.cache/polyreme), so that a run does not compile what another one did.
+"""Keeps numba's compiled forms of `compiled_kernels` on disk, in the user's cache folder
+($XDG_CACHE_HOME/polyreme, or ~/.cache/polyreme), so that each is compiled in one run only.
 
-Invariants: numba's files are pickles, so nothing is read but in a folder of this user's alone (mode 0700) in
-one where nobody else can put another in its place; without such a folder, or where it cannot be written,
-loops are compiled anew, and that is no error. Numba's own version, the processor, llvmlite and the source are
-part of what is looked up. Of processes that write at once, one does; the others need not."""
+Invariants: numba's files are pickles, so they are read only from a folder that this user alone can access
+(mode 0700), whose parent lets nobody else replace it; without such a folder, or where it cannot be written,
+loops are compiled again, without an error. The versions of numba and llvmlite, the processor and the source
+are part of the key. Of several processes that would write at once, only one does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from polyreme.layout.bucket_layout import ALIGN
 
 
 def keep(source: str, **functions: Any) -> None:
-    """Have these functions of the file `source` look for their compiled forms on disk, by their names."""
+    """Make these functions, by name, of the file `source` load and save their compiled forms on disk."""
     if (found := folder()) is None:
         return
     with suppress(OSError):
@@ -34,7 +34,7 @@ def keep(source: str, **functions: Any) -> None:
 
 
 def folder() -> Path | None:
-    """The user's own folder, which is made; None where there cannot be one."""
+    """Return the user's cache folder, and make it; None where there is no safe one."""
     with suppress(OSError, RuntimeError):  # no home
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         own = base / "polyreme"
@@ -49,7 +49,8 @@ def folder() -> Path | None:
 
 
 class _Kept(_Cache):
-    """The compiled forms of one function, as numba asks for them."""
+    """The cache on disk of one function's compiled code, one entry for each types of arguments. numba calls
+    its methods."""
 
     def __init__(self, folder: Path, file: Any) -> None:
         self._folder, self._file = folder, file
@@ -63,7 +64,7 @@ class _Kept(_Cache):
         try:
             found = self._file.load((sig, target_context.codegen().magic_tuple()))
             return None if found is None else CompileResult._rebuild(target_context, *found)
-        except Exception:  # a file that is not whole can make unpickling raise any
+        except Exception:  # unpickling an incomplete file can raise anything
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -73,14 +74,14 @@ class _Kept(_Cache):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 self._file.save((sig, data.codegen.magic_tuple()), data._reduce())
-            except Exception:  # of an index that is not whole
+            except Exception:  # the index is incomplete
                 self._file.flush()
 
     def enable(self) -> None:
-        """Do nothing: it is."""
+        """Do nothing: it is always on."""
 
     def disable(self) -> None:
-        """Do nothing: nobody asks for it."""
+        """Do nothing: it is always on."""
 
     def flush(self) -> None:
         self._file.flush()

@@ -1,12 +1,13 @@
 """Optimizer updates of a flat float32 piece in one pass over memory, compiled by numba, an optional extra
-(importing this fails without).
+(importing this fails without it).
 
-Every function reads a gradient in any of three formats, scales it, updates the parameter and its states in
-place and writes the rounded parameter, number by number. The order of operations, and which of them are
+Every function reads a gradient in one of three formats, scales it, updates the parameter and its states in
+place, and writes the rounded parameter, number by number. The order of operations, and which of them are
 fused, is that of torch's vectorised CPU kernels (AVX2 and AVX-512), so that the bits are equal. Options that
 are None are compiled away.
 
-float32 is itself, bfloat16 comes as uint16 and float16 as int16, as numpy and numba have no type for them.
+float32 arrays are passed as they are, bfloat16 as uint16 and float16 as int16, as numpy and numba have no
+type for them.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from polyreme.layout.intervals import ceil_div, round_up
 from polyreme.optim.compiled_cache import keep
 
 LEAST = 1 << 19
-"""Fewest elements that are worth another thread, which takes about 0.3 ms to wake up."""
+"""Fewest elements for which another thread is used, as it takes about 0.3 ms to wake up."""
 VIEWS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-"""Formats of gradients and of rounded parameters, and how they are passed."""
+"""Formats of gradients and of rounded parameters, each with the numpy dtype in which it is passed."""
 INT, FLOAT, BYTES = ir.IntType(32), ir.FloatType(), ir.IntType(8).as_pointer()
 RUN = 32
-"""Numbers between two prefetches: as few as fill a line of the cache in the narrowest format."""
+"""Numbers between two prefetches: a cache line of the narrowest format."""
 AHEAD = 96
-"""Numbers from those that are read to those that are prefetched. A fast memory is slowed down by more than
-128 (docs/LOG.md)."""
+"""The distance, in numbers, from those that are read to those that are prefetched. More than 128 slows a fast
+memory down (bench/LOG.md)."""
 LINE = 64
-"""Bytes of the cache that are fetched together."""
+"""Bytes of a cache line."""
 
 
 def run(
@@ -50,18 +51,20 @@ def run(
     offset: int | None = None,
     threads: int | None = None,
 ) -> None:
-    """Call `function` on flat tensors, in parts on `threads` (torch's number), on `numbers` in float32, and
-    on the place of the first number, if that is given. The tensors have one size, but for scales of
-    blocks."""
+    """Call `function(*tensors, *numbers)` on several threads, each with a share of the flat tensors. They
+    have one size, but for scales of blocks. numbers: passed as float32. offset: passed last, plus the first
+    place of the share. threads: by default torch's number."""
     views = [None if t is None else _array(t) for t in tensors]
     scalars = [None if x is None else np.float32(x) for x in numbers]
     size = views[0].size  # type: ignore[union-attr]
     threads = max(1, min(threads or torch.get_num_threads(), size // LEAST))
-    part = round_up(ceil_div(size, threads), ALIGN)
+    share = round_up(ceil_div(size, threads), ALIGN)
     calls = []
-    for at in range(0, size, part):
+    for at in range(0, size, share):
         inside = [
-            v if v is None or threads == 1 else v[at * v.size // size : min(at + part, size) * v.size // size]
+            v
+            if v is None or threads == 1
+            else v[at * v.size // size : min(at + share, size) * v.size // size]
             for v in views
         ]
         calls.append((*inside, *scalars, *(() if offset is None else (np.uint32(offset + at & 0xFFFFFFFF),))))
@@ -72,8 +75,8 @@ def run(
 
 
 def each(function: Callable[[int], None], starts: Sequence[int]) -> None:
-    """Call `function`, which calls compiled loops on less than 2 * LEAST elements, with each of `starts`, on
-    torch's number of threads."""
+    """Call `function` with each of `starts`, on torch's number of threads. It may run compiled loops on less
+    than 2 * LEAST elements, which use one thread."""
     threads = min(torch.get_num_threads(), len(starts))
     for _ in map(function, starts) if threads < 2 else pool(threads).map(function, starts):
         pass
@@ -81,7 +84,7 @@ def each(function: Callable[[int], None], starts: Sequence[int]) -> None:
 
 @cache
 def pool(threads: int) -> ThreadPoolExecutor:
-    """The threads of all updates of this process, so many."""
+    """The pool of so many threads that all updates of this process share."""
     return ThreadPoolExecutor(threads, "polyreme-update")
 
 
@@ -92,7 +95,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 class NoAlias(Compiler):
-    """Compiles functions whose arrays do not overlap."""
+    """A numba compiler for functions whose arrays do not overlap."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -101,8 +104,8 @@ class NoAlias(Compiler):
 
 @intrinsic
 def prefetch(context: Any, values: Any, at: Any) -> Any:
-    """Have the RUN numbers from `at` on, of every array among `values`, brought to the cache. `at` may be
-    past the end."""
+    """Prefetch the RUN numbers from `at` on of every array in `values` into the cache. `at` may be past the
+    end."""
 
     def emit(target: Any, build: Any, _: Any, given: Any) -> Any:
         form = ir.FunctionType(ir.VoidType(), [BYTES, INT, INT, INT])
@@ -113,7 +116,7 @@ def prefetch(context: Any, values: Any, at: Any) -> Any:
             memory = target.make_array(array)(target, build, build.extract_value(given[0], k)).data
             for offset in range(0, RUN, LINE // (array.dtype.bitwidth // 8)):
                 address = build.gep(memory, [build.add(given[1], ir.Constant(given[1].type, offset))])
-                # to read, into all levels, data
+                # arguments: for reading, into all levels, data
                 build.call(
                     function, [build.bitcast(address, BYTES), *(ir.Constant(INT, k) for k in (0, 3, 1))]
                 )
@@ -123,12 +126,12 @@ def prefetch(context: Any, values: Any, at: Any) -> Any:
 
 
 def elementwise(step: Callable[..., None]) -> Callable[..., None]:
-    """The loop that calls `step(i, *given)` for every number i of the flat arrays among what it is given,
-    which have one size and do not overlap.
+    """Compile the loop that calls `step(i, *given)` for every element i of the given flat arrays, which have
+    one size and do not overlap.
 
-    What the loop needs next is prefetched between short runs of it, which are what is vectorised: an update's
-    chain of a root and two divisions fills the processor's queues before it gets to the next reads, and the
-    processor's own prefetching ends at every page."""
+    The loop is vectorised in short runs, and prefetches the next numbers between them: an update's chain of a
+    root and two divisions fills the processor's queues before it comes to the next reads, and the processor's
+    own prefetching ends at every page."""
     one = njit(step, forceinline=True, error_model="numpy")
 
     @njit(nogil=True, error_model="numpy", pipeline_class=NoAlias)
@@ -138,7 +141,7 @@ def elementwise(step: Callable[..., None]) -> Callable[..., None]:
         for at in range(0, whole, RUN):
             prefetch(given, at + AHEAD)
             for i in range(RUN):
-                one(np.uint64(at + i), *given)  # unsigned, as a negative index would count from the end
+                one(np.uint64(at + i), *given)  # unsigned: no code for negative indices
         for i in range(whole, size):
             one(np.uint64(i), *given)
 
@@ -147,7 +150,7 @@ def elementwise(step: Callable[..., None]) -> Callable[..., None]:
 
 @intrinsic
 def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
+    """Compute a * b + c, rounded once."""
     return types.float32(types.float32, types.float32, types.float32), lambda _, build, __, values: build.fma(
         *values
     )
@@ -155,19 +158,19 @@ def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def bits(context: Any, x: Any) -> Any:
-    """The bits of a float32."""
+    """Return the bits of a float32 as uint32."""
     return types.uint32(types.float32), lambda _, build, __, values: build.bitcast(values[0], INT)
 
 
 @intrinsic
 def number(context: Any, x: Any) -> Any:
-    """The float32 of these bits."""
+    """Return the float32 with the bits of a uint32."""
     return types.float32(types.uint32), lambda _, build, __, values: build.bitcast(values[0], FLOAT)
 
 
 @intrinsic
 def widen(context: Any, x: Any) -> Any:
-    """A number of any of the three formats as float32."""
+    """Convert a number in one of the three formats to float32."""
 
     def emit(_: Any, build: Any, __: Any, values: Any) -> Any:
         if x == types.uint16:
@@ -179,7 +182,7 @@ def widen(context: Any, x: Any) -> Any:
 
 @intrinsic
 def to_float16(context: Any, x: Any) -> Any:
-    """A float32 rounded to float16, as int16."""
+    """Round a float32 to float16, as int16."""
     narrow, wide = ir.HalfType(), ir.IntType(16)
     return types.int16(types.float32), lambda _, build, __, values: build.bitcast(
         build.fptrunc(values[0], narrow), wide
@@ -188,7 +191,7 @@ def to_float16(context: Any, x: Any) -> Any:
 
 @njit(inline="always")
 def to_bfloat16(x: Any) -> Any:
-    """A float32 rounded to bfloat16, as uint16."""
+    """Round a float32 to bfloat16, as uint16."""
     whole = bits(x)
     rounded = np.uint16(
         (whole + np.uint32(0x7FFF) + ((whole >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -197,7 +200,7 @@ def to_bfloat16(x: Any) -> Any:
 
 
 def put(out: Any, at: int, x: Any) -> None:
-    """Write x to out[at] in its format, if there is an `out`."""
+    """Write x to out[at] in the format of `out`, unless that is None."""
 
 
 @overload(put, inline="always")
@@ -221,7 +224,7 @@ def _put(out: Any, at: Any, x: Any) -> Callable[..., None]:
 
 @njit
 def lerp(a: Any, b: Any, weight: Any) -> Any:
-    """torch's: from the nearer of the two ends."""
+    """Interpolate as torch.lerp does, from the nearer of the two ends."""
     if abs(weight) < np.float32(0.5):
         return fma(weight, b - a, a)
     return fma(weight - np.float32(1), b - a, b)
@@ -229,8 +232,8 @@ def lerp(a: Any, b: Any, weight: Any) -> Any:
 
 @elementwise
 def adam(i, p, g, m, v, out, factor, keep, decay, rate1, beta2, rate2, root2, eps, size):  # type: ignore[no-untyped-def]
-    """Adam (`decay`: L2) and AdamW (`keep`: 1 - lr * decay), rate = 1 - beta, root2 the root of the second
-    bias correction, size of a step lr / the first."""
+    """Update by Adam or AdamW. keep: 1 - lr * decay (AdamW); decay: L2 (Adam); rate1, rate2: 1 - beta; root2:
+    the root of the second bias correction; size: lr over the first bias correction."""
     x, grad = p[i], widen(g[i]) * factor
     if keep is not None:
         x *= keep
@@ -246,8 +249,8 @@ def adam(i, p, g, m, v, out, factor, keep, decay, rate1, beta2, rate2, root2, ep
 
 @elementwise
 def sgd(i, p, g, m, out, factor, decay, momentum, damped, ahead, size):  # type: ignore[no-untyped-def]
-    """SGD, `m` None without momentum; damped = 1 - dampening, `ahead` the momentum again for Nesterov's, size
-    = -lr."""
+    """Update by SGD. m: None without momentum; damped: 1 - dampening; ahead: the momentum for Nesterov's,
+    else None; size: -lr."""
     x, grad = p[i], widen(g[i]) * factor
     if decay is not None:
         grad = fma(x, decay, grad)
@@ -265,7 +268,7 @@ def sgd(i, p, g, m, out, factor, decay, momentum, damped, ahead, size):  # type:
 
 @njit(inline="always")
 def mixed(x: Any) -> Any:
-    """`quantized_states.mixed` of a uint32."""
+    """Compute `quantized_states.mixed` of a uint32."""
     x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D))  # numba widens every product
     x = np.uint32((x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B))
     return np.uint32(x ^ (x >> np.uint32(16)))
@@ -273,14 +276,15 @@ def mixed(x: Any) -> Any:
 
 @njit(nogil=True, error_model="numpy", pipeline_class=NoAlias)
 def stochastic_bfloat16(values, stored, offset):  # type: ignore[no-untyped-def]
-    """`quantized_states.StochasticBfloat16.encode`."""
+    """Compute `quantized_states.StochasticBfloat16.encode`."""
     for i in range(values.size):
         chance = mixed(np.uint32(offset + np.uint32(i))) & np.uint32(0xFFFF)
         stored[i] = np.uint16(np.uint32(bits(values[i]) + chance) >> np.uint32(16))
 
 
 def quantizer(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """`quantized_states.BlockQuantizer(signed)`: encode, decode."""
+    """Compile the loops by which `quantized_states.BlockQuantizer(signed)` turns float32 numbers into 8-bit
+    codes with a scale for each block (`encode`), and back (`decode`). Returns both."""
 
     @njit(inline="always")
     def value(code, unit):  # type: ignore[no-untyped-def]
@@ -293,7 +297,7 @@ def quantizer(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
             begin = np.uint64(block * ALIGN)
             most = np.uint32(0)
             for i in range(ALIGN):
-                # as integers, which takes no care of NaN
+                # compared as integers, without code for NaN
                 most = max(most, bits(abs(values[begin + np.uint64(i)])))
             scale = number(most)
             scales[block] = scale

@@ -1,20 +1,20 @@
-"""The optimizer's step of one contiguous piece on the CPU: gradient times factor, update of parameter and
-states, rounded copy.
+"""The optimizer's step of one contiguous piece on the CPU: scale the gradient, update parameter and states,
+write a rounded copy.
 
-Torch's Adam, AdamW, SGD and Adagrad with `fused`, and Lion, walk a piece in chunks small enough that every
-pass of torch's own operators but the first finds them in the cache. Adam, AdamW and SGD go through memory
-once, by a loop that numba compiled (`compiled_kernels`), where numba is installed. Any other optimizer makes
-its own `step()` on the whole piece.
+For torch's Adam, AdamW, SGD and Adagrad with `fused`, and for Lion, a piece is updated in chunks that fit in
+the cache, so that only the first of torch's operators reads memory. Adam, AdamW and SGD use a loop compiled
+by numba (`compiled_kernels`), which passes over memory once, where numba is installed. Any other optimizer
+makes its own `step()` on the whole piece.
 
-Invariant: the numbers are, to the last bit, those of `optimizer.step()` on the widened and scaled gradient,
-whichever way they are made."""
+Invariant: in each of these ways the results are, to the last bit, those of `optimizer.step()` on the widened
+and scaled gradient."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
 from types import ModuleType
@@ -24,29 +24,31 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from polyreme.optim.groups import Lion
+from polyreme.observer import OBSERVER
+from polyreme.optim.groups import FUSES, Lion
 
 CHUNK = 1 << 17
-"""Elements of a chunk, a multiple of ALIGN: scratch, parameter and states of it are in the second-level cache
-together."""
+"""Elements of a chunk, a multiple of ALIGN: its scratch, parameter and states fit together in the
+second-level cache."""
 
 WORTH = 1 << 16
 """Fewest elements of a piece for which a loop is compiled, which takes some tenths of a second."""
 
 State = dict[str, Any]
-"""What torch keeps for a parameter: tensors of its shape, and scalars (`step`)."""
+"""Torch's state of a parameter: tensors of its shape, and scalars (`step`)."""
 
 
 def kernel(optimizer: Optimizer) -> Kernel:
-    """The kernel for an optimizer of one group, whose options (lr, ...) in `param_groups[0]` it follows from
-    step to step."""
+    """Return the kernel for an optimizer with one group. Each step reads its options (lr, ...) from
+    `param_groups[0]`."""
     found = _KERNELS.get(type(optimizer), Kernel)
-    fused = optimizer.param_groups[0].get("fused") or found is _Lion
+    options = optimizer.param_groups[0]
+    fused = options.get(FUSES, options.get("fused")) or found is _Lion
     return found(optimizer) if fused else Kernel(optimizer)
 
 
 class Kernel:
-    """Steps of any optimizer, by its own `step()`."""
+    """Updates pieces by the `step()` of any optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -63,15 +65,14 @@ class Kernel:
         at: int = 0,
         later: bool = False,
     ) -> Callable[[], None] | None:
-        """One step of `parameter` (contiguous, on the CPU) along `gradient` times `factor` (same shape, any
-        float format, only read).
+        """Make one step of `parameter` (contiguous, on the CPU) along `gradient` times `factor` (same shape,
+        any float format, not changed).
 
-        `state` is its torch state, which is updated in place: tensors stay where they are, missing ones are
-        made as torch makes them.
-        `first`: those that are given hold nothing yet, and begin as torch would begin them. `out`, of the
-        same shape, gets the new parameter rounded to its format. `at` is the place of the piece's first
-        number in all that the optimizer updates, which only `compact` looks at. With `later`, all that is
-        left to do may be returned, which takes one thread, any."""
+        state: torch's state of the parameter, updated in place: tensors keep their memory, missing ones are
+        made as torch makes them. first: its tensors are uninitialised, and begin as torch would begin them.
+        out: of the same shape; gets the new parameter, rounded to its format. at: the place of the piece's
+        first number among all that the optimizer updates; only `QuantizedKernel` uses it. later: the step may
+        return a function that does the rest, to be called on any one thread."""
         given = dict(state)
         if first:
             state.clear()
@@ -90,20 +91,28 @@ class Kernel:
         return None
 
 
+def told(parameter: Tensor, gradient: Tensor, states: Iterable[Tensor], out: Tensor | None) -> None:
+    """Tell an observer of the update of a parameter without numbers, which reads and writes it and its
+    states, reads the gradient and writes `out`."""
+    if (observer := OBSERVER.get()) is not None:
+        changed = parameter.nbytes + sum(state.nbytes for state in states)
+        observer.update(parameter.numel(), 2 * changed + gradient.nbytes + (0 if out is None else out.nbytes))
+
+
 class Workers:
-    """Steps of several pieces at a time, on as many threads as torch has."""
+    """Updates several pieces at a time, on as many threads as torch has."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[Future[None], Callable[[], None]]] = deque()
 
     @property
     def most(self) -> int:
-        """Jobs that may have been begun: a few more than threads, so that none waits for the caller."""
+        """Most jobs under way: a few more than threads, so that no thread waits for the caller."""
         return torch.get_num_threads() + 2
 
     def do(self, job: Callable[[], None] | None, then: Callable[[], None] = lambda: None) -> None:
-        """Have a thread do `job`, unless there is nothing to do; `then` is called by the caller's thread, now
-        or later, in `finish` at the latest."""
+        """Run `job`, if there is one, on a thread; `then` is called afterwards by the caller's thread, in
+        `finish` at the latest."""
         if job is None or torch.get_num_threads() < 2 or (compiled_kernels := compiler()) is None:
             if job is not None:
                 job()
@@ -114,7 +123,7 @@ class Workers:
         self._under_way.append((compiled_kernels.pool(torch.get_num_threads()).submit(job), then))
 
     def finish(self) -> None:
-        """Return when all is done."""
+        """Wait for all jobs."""
         while self._under_way:
             self._end_oldest()
 
@@ -125,18 +134,22 @@ class Workers:
 
 
 class ChunkedKernel(Kernel):
-    """An elementwise optimizer, updated chunk by chunk. `options` are its group's."""
+    """The kernel of an elementwise optimizer, which updates chunk by chunk. options: those of its group."""
 
     counts: ClassVar[bool] = True
-    """Whether there is a step count."""
+    """Whether the optimizer counts steps."""
+    on_gpus: ClassVar[bool] = True
+    """Whether torch has a fused kernel for GPUs, too."""
 
     def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
-        """The states of the parameter's size, in the kernel's order, and what they begin with."""
+        """Return the initial value of each state of the parameter's size, by name, in the kernel's order."""
         raise NotImplementedError
 
-    def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
-        """Torch's update of a chunk (parameter, gradient, states); `step` is the count of steps, this one
-        too."""
+    def update(
+        self, tensors: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool
+    ) -> None:
+        """Update a chunk (parameter, gradient, states) by torch's operators. step: the count of steps, with
+        this one."""
         raise NotImplementedError
 
     def step(
@@ -158,6 +171,7 @@ class ChunkedKernel(Kernel):
         if self.counts:
             state["step"] += 1
         if parameter.is_meta:  # there is nothing more to do without numbers
+            told(parameter, gradient, [state[name] for name in initial], out)
             return None
         tensors = [parameter, gradient, *(state[name] for name in initial)]
         if parameter.dim() != 1:
@@ -176,8 +190,8 @@ class ChunkedKernel(Kernel):
     def compiled_numbers(
         self, tensors: Sequence[Tensor], out: Tensor | None, first: bool, step: Tensor
     ) -> Sequence[float | None] | None:
-        """What `compiled` takes after the factor in this `step`; None where there is no compiled loop for
-        these tensors and options."""
+        """Return the arguments of `compiled` after the factor, for the step number `step`; None where there
+        is no compiled loop for these tensors and options."""
         return None
 
     def compiled(
@@ -187,7 +201,7 @@ class ChunkedKernel(Kernel):
         numbers: Sequence[float | None],
         threads: int | None = None,
     ) -> None:
-        """Update flat (parameter, gradient, states) in one pass over memory."""
+        """Update flat (parameter, gradient, states) by the compiled loop, in one pass over memory."""
         raise NotImplementedError
 
     def _begin(self, parameter: Tensor, state: State, initial: Mapping[str, float]) -> None:
@@ -197,7 +211,7 @@ class ChunkedKernel(Kernel):
             else:
                 state[name].fill_(value)
         if self.counts:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
     def _in_chunks(
         self, tensors: Sequence[Tensor], out: Tensor | None, factor: float, count: Tensor, first: bool
@@ -213,17 +227,17 @@ class ChunkedKernel(Kernel):
 
 
 class CompiledKernel(ChunkedKernel):
-    """One of which there is a compiled loop, for float32 parameters and states."""
+    """A kernel with a compiled loop for float32 parameters and states."""
 
     name: ClassVar[str]
-    """Name of the function in `compiled_kernels`."""
+    """The name of the function in `compiled_kernels`."""
     most: ClassVar[int]
-    """Most states of the parameter's size that the function takes."""
+    """The most states of the parameter's size that the function takes."""
     begins: ClassVar[bool] = True
-    """Whether the function takes states that hold nothing yet."""
+    """Whether the function can make the first step."""
 
     def numbers(self, options: Mapping[str, Any], step: float) -> tuple[float | None, ...]:
-        """What the compiled function takes after the factor, where it has these options."""
+        """Return the arguments of the compiled function after the factor."""
         raise NotImplementedError
 
     def compiled_numbers(
@@ -265,13 +279,13 @@ class CompiledKernel(ChunkedKernel):
 
 _UNCOUNTED = torch.zeros(())
 _COMPILED: set[tuple[Any, ...]] = set()
-"""Kernels, formats and options whose loop is compiled already."""
+"""The combinations of kernel, formats and options whose loop is compiled already."""
 
 
 @cache
 def compiler() -> ModuleType | None:
-    """The module of compiled loops, if numba is installed and torch's own kernels fuse products and sums as
-    these do, so that the bits are the same: those for AVX2 and AVX-512."""
+    """Return the module of compiled loops, if numba is installed and torch uses its kernels for AVX2 or
+    AVX-512, which fuse products and sums in the same way, so that the bits are equal; else None."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
     try:
@@ -285,7 +299,7 @@ _memory = threading.local()
 
 
 def scratch(like: torch.dtype, size: int, use: str) -> Tensor:
-    """Memory of this thread's for `use`, that is in the cache from the part before."""
+    """Return memory of this thread for `use`, which is still in the cache from its last use."""
     if (held := getattr(_memory, use, None)) is None or held.dtype != like or held.numel() < size:
         held = torch.empty(size, dtype=like)
         setattr(_memory, use, held)
@@ -293,7 +307,7 @@ def scratch(like: torch.dtype, size: int, use: str) -> Tensor:
 
 
 def _scaled(gradient: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-    """`gradient` widened to `dtype`, then times `factor`."""
+    """Return `gradient` widened to `dtype`, then times `factor`."""
     if gradient.dtype == dtype and factor == 1.0:
         return gradient
     memory = scratch(dtype, gradient.numel(), "gradient")
@@ -310,8 +324,10 @@ class _Adam(CompiledKernel):
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         return dict.fromkeys(names[: 3 if options["amsgrad"] else 2], 0.0)
 
-    def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
-        parameter, gradient, mean, square, *largest = parts
+    def update(
+        self, tensors: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool
+    ) -> None:
+        parameter, gradient, mean, square, *largest = tensors
         beta1, beta2 = options["betas"]
         apply = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
         apply(
@@ -355,8 +371,10 @@ class _SGD(CompiledKernel):
     def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
         return {"momentum_buffer": 0.0} if options["momentum"] else {}
 
-    def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
-        parameter, gradient, *buffer = parts
+    def update(
+        self, tensors: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool
+    ) -> None:
+        parameter, gradient, *buffer = tensors
         torch._fused_sgd_(
             [parameter],
             [gradient],
@@ -383,11 +401,15 @@ class _SGD(CompiledKernel):
 
 
 class _Adagrad(ChunkedKernel):
+    on_gpus = False
+
     def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
         return {"sum": self.optimizer.defaults["initial_accumulator_value"]}
 
-    def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
-        parameter, gradient, total = parts
+    def update(
+        self, tensors: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool
+    ) -> None:
+        parameter, gradient, total = tensors
         torch._fused_adagrad_(
             [parameter],
             [gradient],
@@ -407,8 +429,10 @@ class _Lion(ChunkedKernel):
     def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
         return {"exp_avg": 0.0}
 
-    def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
-        parameter, gradient, mean = parts
+    def update(
+        self, tensors: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool
+    ) -> None:
+        parameter, gradient, mean = tensors
         beta1, beta2 = options["betas"]
         direction = torch.lerp(
             gradient, mean, beta1, out=scratch(gradient.dtype, gradient.numel(), "direction")

@@ -1,8 +1,8 @@
-"""Which torch optimizer updates which parameters, from the config or from what the caller passed.
+"""Chooses the torch optimizer and options of each parameter, from the config or from the caller's optimizer.
 
-Invariant: an optimizer runs on flat shards (boundary "element") only if cutting a tensor changes nothing of
-its update, which is tried out on small tensors; one that looks at whole tensors gets them whole ("tensor"),
-and one that looks at all of them at once is refused."""
+Invariant: an optimizer runs on flat shards (boundary "element") only if cutting a tensor does not change its
+update, which is tried out on small tensors; one that needs whole tensors gets them whole ("tensor"), and one
+whose update of a tensor depends on the others is refused."""
 
 from __future__ import annotations
 
@@ -32,34 +32,38 @@ Make = Callable[[Any], Optimizer]
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers of torch.optim with a fused kernel."""
+FUSES = "fuses"
+"""The key of a group whose tensors no fused kernel takes: what `fused` is where one does."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One optimizer group: what makes its optimizer, with which options in place of the maker's own, and
-    where shards may cut."""
+    """One optimizer group. make: builds its optimizer. boundary: where shards may cut tensors. options:
+    override those of `make`."""
 
     make: Make
     boundary: Boundary
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def optimizer(self, tensors: Sequence[Tensor]) -> Optimizer:
-        """A torch optimizer of this one group."""
+        """Build the torch optimizer of this one group."""
         made = self.make([{**self.options, "params": list(tensors)}])
-        # its fused kernel is for CPUs alone
-        if isinstance(made, torch.optim.Adagrad) and any(t.device.type == "cuda" for t in tensors):
+        # Adagrad's fused kernel is for CPUs alone, and none is for the meta device
+        without = {"meta", "cuda"} if isinstance(made, torch.optim.Adagrad) else {"meta"}
+        if any(t.device.type in without for t in tensors):
             for group in made.param_groups:
-                group["fused"] = False
+                group[FUSES], group["fused"] = group.get("fused"), False
         return made
 
 
 def trial_state(
     group: Group, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """What torch's optimizer keeps of a parameter of this shape after a step on zeros; None: of a few
-    elements of any. These are real whatever is in use, others where the optimizer looks at values."""
+    """Return the state that the group's optimizer keeps of a parameter of this shape, after a step on zeros.
+    The trial is on real tensors if shape is None (ALIGN elements are tried then), or the optimizer reads
+    values of fake ones."""
     if shape is not None:
-        with suppress(DataDependentOutputException):  # of fake tensors
+        with suppress(DataDependentOutputException):  # raised by fake tensors
             return _trial_state(group, shape, dtype, device)
     with unset_fake_temporarily():
         return _trial_state(group, shape or (ALIGN,), dtype, device)
@@ -77,10 +81,10 @@ def _trial_state(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the parameters of a model are updated: groups, and the group of each parameter by name. own_dtypes:
-    the dtypes of the frozen ones of another dtype than any that is trained, such as the bf16 base of fp32
-    adapters, which stay as they are. left_out: names of those that are in no group of the optimizer given,
-    and get gradients as in plain torch, but no update."""
+    """The optimizer groups of a model, and the group of each parameter by name. own_dtypes: dtypes of frozen
+    parameters with a dtype that no trained one has, such as the bf16 base of fp32 adapters; they keep it.
+    left_out: names of the parameters in no group of the caller's optimizer, which get gradients as in plain
+    torch, but no update."""
 
     groups: tuple[Group, ...]
     group_of: Mapping[str, int]
@@ -88,17 +92,17 @@ class Recipe:
     left_out: frozenset[str] = frozenset()
 
     def boundary(self, group: int) -> Boundary:
-        """Where shards may cut the tensors of a group."""
+        """The boundary at which shards may cut the tensors of a group."""
         return self.groups[group].boundary
 
     @property
-    def told(self) -> dict[str, int | None]:
-        """The group of each parameter, to be compared between ranks; None: it is left out."""
+    def to_compare(self) -> dict[str, int | None]:
+        """The group of each parameter (None: it is left out), which must be the same on every rank."""
         groups = {**self.group_of, **dict.fromkeys(self.left_out)}
         return {f"optimizer's group of {name}": group for name, group in groups.items()}
 
     def trains(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether an optimizer updates the parameter, whose first name this is."""
+        """Whether an optimizer updates the parameter with this first name."""
         return parameter.requires_grad and name not in self.left_out
 
 
@@ -136,13 +140,13 @@ class Lion(Optimizer):
 def recipe(
     model: nn.Module, section: OptimizerSection, given: Optimizer | type[Optimizer] | Make | None = None
 ) -> Recipe:
-    """The recipe of the config section, or of `given`: a torch optimizer class in place of the section's
-    `name`; or a factory, which is called with the model's trainable parameters and decides everything itself
-    (groups, learning rates, options); or an optimizer of the model's parameters, which has decided it.
-    Parameters that are in none of these groups are left out, as by torch.
+    """Make the recipe of the config section, or of `given`: a torch optimizer class, which replaces the
+    section's `name`; or a factory, called with the model's trainable parameters, which decides everything
+    itself (groups, learning rates, options); or an optimizer of the model's parameters, with its groups.
+    Parameters that are in no group of such an optimizer are left out, as by torch.
 
     A class that is not one of the section's names keeps its own defaults for those of betas, eps, momentum
-    and nesterov that the section does not set. Of a frozen model nothing is updated. Raises ConfigError for
+    and nesterov that the section does not set. For a frozen model `given` is ignored. Raises ConfigError for
     an optimizer that cannot run here, and for options that it does not take; and ModelError for a model
     without parameters."""
     if not any(True for _ in model.parameters()):
@@ -171,17 +175,18 @@ def recipe(
     return replace(_from_optimizer(model, made), own_dtypes=own_dtypes)
 
 
-def maker(section: OptimizerSection) -> Make:
-    """What makes the optimizer that the config section names, of parameters or groups of them. Raises
-    ConfigError for muon, which is one for matrices and another for the rest."""
-    if section.name == "muon":
+def maker(section: OptimizerSection, given: type[Optimizer] | None = None) -> Make:
+    """Return a function that builds, over parameters or groups, the optimizer that the config section names,
+    or the class `given` with the section's options. Raises ConfigError for muon, which is one optimizer for
+    matrices and another for the rest."""
+    if section.name == "muon" and given is None:
         raise ConfigError([Problem("optimizer.name", section.name, "it makes two optimizers, which go by the "
                                    "model", "leave the optimizer to the config")])  # fmt: skip
-    return _maker(section, None)
+    return _maker(section, given)
 
 
 def _maker(section: OptimizerSection, given: type[Optimizer] | None) -> Make:
-    """The section's class, or `given`, with the section's options."""
+    """Return a function that builds the section's class, or `given`, with the section's options."""
     adam = {"betas": section.betas, "eps": section.eps}
     ours: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, adam),
@@ -201,7 +206,7 @@ def _maker(section: OptimizerSection, given: type[Optimizer] | None) -> Make:
 
 
 def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optimizer] | None) -> Recipe:
-    """The recipe of the section, or of the class `given`, but for the section's `groups`."""
+    """Make the recipe of the section, or of the class `given`, without the section's `groups`."""
     spared, spare = _spared(model, section), {"weight_decay": 0.0}
     if given is None and section.name == "muon":
         whole = _matrices(model, section.matrices)
@@ -229,8 +234,8 @@ def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optim
 
 
 def _by_pattern(model: nn.Module, section: OptimizerSection, made: Recipe) -> Recipe:
-    """`made` with a group more for each of its own that has parameters of a pattern. Raises ConfigError for
-    patterns without any."""
+    """Add to `made` the section's `groups`: parameters that match a pattern move to a new group with the
+    pattern's options. Raises ConfigError for patterns that match none."""
     names: dict[int, list[str]] = {}  # all names of each parameter
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -268,7 +273,8 @@ def _by_pattern(model: nn.Module, section: OptimizerSection, made: Recipe) -> Re
 def _configured(
     cls: type[Optimizer], section: OptimizerSection, arguments: Mapping[str, Any], own_options: bool = True
 ) -> Make:
-    """`cls` with the section's learning rate, weight decay and options."""
+    """Return a function that builds `cls` with the section's learning rate, weight decay and options. Raises
+    ConfigError for options that it does not take."""
     taken = inspect.signature(cls).parameters
     options = {"lr": section.lr, "weight_decay": section.weight_decay, **arguments}
     options = {key: value for key, value in options.items() if key in taken}
@@ -291,7 +297,7 @@ def _configured(
 
 
 def _called(model: nn.Module, factory: Make) -> Optimizer:
-    """What the caller's factory makes of the model's trainable parameters."""
+    """Call the caller's factory with the model's trainable parameters. Raises ConfigError where it fails."""
     try:
         made = factory([p for p in model.parameters() if p.requires_grad])
     except Exception as error:
@@ -313,7 +319,7 @@ def _called(model: nn.Module, factory: Make) -> Optimizer:
 
 
 def _from_optimizer(model: nn.Module, made: Optimizer) -> Recipe:
-    """The groups of an optimizer of the model's own parameters, to be made again of shards."""
+    """Make the recipe with the groups of an optimizer of the model's own parameters."""
     named = dict(model.named_parameters())
     at = {id(p): index for index, group in enumerate(made.param_groups) for p in group["params"]}
     left_out = frozenset(name for name, p in named.items() if p.requires_grad and id(p) not in at)
@@ -340,15 +346,15 @@ def _from_optimizer(model: nn.Module, made: Optimizer) -> Recipe:
                 if key not in ("params", "param_names", "initial_lr")
             },
         )
-        if "initial_lr" in group:  # a scheduler has changed lr already
+        if "initial_lr" in group:  # a scheduler may have changed lr already
             options["lr"] = group["initial_lr"]
         groups.append(Group(make, _boundary(make, {p.dim() for p in group["params"]}, options), options))
     return Recipe(tuple(groups), {name: at.get(id(p), 0) for name, p in named.items()}, left_out=left_out)
 
 
 def warn_of_unused(section: OptimizerSection, given: object, made: Recipe) -> None:
-    """Warn of keys of the section that count for nothing beside the caller's own optimizer or factory, from
-    which `made` is, where they say something else than it has."""
+    """Warn of keys of the section that are ignored, as the caller's own optimizer or factory, of which `made`
+    is the recipe, has other values for them."""
     if given is None or isinstance(given, type) or not made.groups:
         return
     make = made.groups[0].make
@@ -370,8 +376,8 @@ def warn_of_unused(section: OptimizerSection, given: object, made: Recipe) -> No
 
 
 def refuse_foreign(model: nn.Module, given: object, known: Sequence[Tensor] = ()) -> None:
-    """Raise ModelError where an optimizer that the caller made has a parameter that is none of the model's,
-    which nothing would update. known: those that it had before, and that may have left the model."""
+    """Raise ModelError where the caller's optimizer has a parameter that is not in the model, as nothing
+    would update it. known: parameters that it had before, and that may have left the model."""
     if not isinstance(given, Optimizer):
         return
     own = {id(p) for p in (*model.parameters(), *known)}
@@ -392,18 +398,18 @@ def refuse_foreign(model: nn.Module, given: object, known: Sequence[Tensor] = ()
 
 
 def _fused(cls: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """`options`, with the fused kernel where `cls` has one and they do not choose another way."""
+    """Return `options`, with the fused kernel if `cls` has one and they choose no other implementation."""
     chosen = options.get("fused") is not None or options.get("foreach") or options.get("differentiable")
     return options if cls not in FUSED or chosen else {**options, "fused": True}
 
 
 _FOUND: dict[str, Boundary] = {}
-"""The boundaries of torch's optimizers that were tried, by class, options and numbers of dimensions."""
+"""The boundaries found for torch's optimizers, by class, options and numbers of dimensions."""
 
 
 def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | None = None) -> Boundary:
-    """Where shards may cut tensors of these numbers of dimensions, found by trying: of torch's own classes
-    once. Raises ConfigError if the optimizer does not work."""
+    """Find out by trial where shards may cut tensors of these numbers of dimensions; once for each of torch's
+    own classes. Raises ConfigError if the optimizer does not work."""
     if not (isinstance(make, partial) and make.func.__module__.startswith("torch.optim.")):
         return _tried(make, dims, options or {})
     key = repr((make, options, sorted(dims)))
@@ -422,7 +428,7 @@ def _tried(make: Make, dims: AbstractSet[int], options: Mapping[str, Any]) -> Bo
         batched = _trial(group, tensors)
         changed = _changed_options(group)
         alone = torch.cat([_trial(group, [tensor]) for tensor in tensors])
-    except Exception as error:  # whatever a class of the caller's raises
+    except Exception as error:  # a class of the caller's may raise anything
         reason = (
             f"it fails on tensors of {' or '.join(map(str, sorted(dims)))} "
             f"dimensions with its options: {error}"
@@ -449,11 +455,10 @@ def _tried(make: Make, dims: AbstractSet[int], options: Mapping[str, Any]) -> Bo
 
 
 def _trial(group: Group, tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers of copies of `tensors` after three steps, with gradients that are a function of each number
-    alone."""
+    """Update copies of `tensors` in three steps, with elementwise gradients. Returns all their numbers."""
     copies = [tensor.clone() for tensor in tensors]
     made = group.optimizer(copies)
-    made.param_groups[0]["lr"] = 0.1  # one of 0, as a warm-up begins with, would show nothing
+    made.param_groups[0]["lr"] = 0.1  # with 0, as a warm-up begins, nothing would change
     for step in range(3):
         for copy in copies:
             copy.grad = torch.sin(7 * copy + step)
@@ -462,7 +467,7 @@ def _trial(group: Group, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _changed_options(group: Group) -> list[str]:
-    """The options that a step of the group's optimizer changes, as those without a schedule do."""
+    """The options that a step of the group's optimizer itself changes, as in schedule-free optimizers."""
     tensor = torch.ones(4, 4, dtype=torch.float64)
     tensor.grad = tensor.clone()
     made = group.optimizer([tensor])
@@ -477,7 +482,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _matrices(model: nn.Module, wanted: Literal["blocks"] | Sequence[str]) -> set[str]:
-    """Names of the parameters that are Muon's. Raises ConfigError for patterns without a matrix."""
+    """The names of the parameters that Muon updates. Raises ConfigError for patterns that match no matrix."""
     if wanted == "blocks":
         return matrices(model)
     names = [name for name, p in model.named_parameters() if p.dim() == 2]
@@ -488,7 +493,7 @@ def _matrices(model: nn.Module, wanted: Literal["blocks"] | Sequence[str]) -> se
 
 
 def _spared(model: nn.Module, section: OptimizerSection) -> set[str]:
-    """Names of the parameters without weight decay."""
+    """The names of the parameters without weight decay."""
     if section.no_decay == "none":
         return set()
     if section.no_decay == "vectors":

@@ -1,6 +1,6 @@
 """LAMB (You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020).
 
-No communication: it is given whole tensors."""
+No communication: it updates whole tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 
 class Lamb(Optimizer):
-    """Adam's direction plus decay, times the norm of the parameter over that of the direction, where neither
-    is zero: at least `min_coeff`, at most `max_coeff`. Two states of the parameter's size.
+    """LAMB: the update is Adam's direction plus decay, times the trust ratio: the norm of the parameter over
+    that of the direction, clamped to [`min_coeff`, `max_coeff`]; 1 where either is zero. Two states of the
+    parameter's size.
 
     As in DeepSpeed and Apex, `bias_correction` scales the learning rate of a step, not the moments, and so
-    decay too; `eps` is added to the root of the second moment, with `eps_inside_sqrt` below it."""
+    also the decay. eps: added to the root of the second moment; with `eps_inside_sqrt` under the root."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Lamb(Optimizer):
             raise ValueError(f"min_coeff = {min_coeff} and max_coeff = {max_coeff} are no range from 0 on")
         super().__init__(params, defaults)
         self.trust_ratios: list[Tensor] = []
-        """Those of the last step, of each parameter that was updated."""
+        """The trust ratio of each parameter that the last step updated."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -63,7 +64,7 @@ class Lamb(Optimizer):
         """Update one parameter. Returns its trust ratio."""
         state, (beta1, beta2), eps = self.state[parameter], group["betas"], group["eps"]
         if not state:
-            state["step"] = torch.tensor(0.0)  # whose value is known of fake tensors, too
+            state["step"] = torch.tensor(0.0)  # a constant, whose value is known under fake tensors, too
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1

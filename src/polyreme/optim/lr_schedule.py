@@ -1,8 +1,8 @@
 """The learning rate over time, as a fraction of its highest value.
 
-Invariant: the factor depends only on what was done so far (steps, samples, tokens), so a schedule in samples
-or tokens is the same curve for any number of ranks and any batch size. It is at most 1, reaches 1 when the
-warm-up ends, changes without jumps, and stays at its last value after the end. Pure."""
+Invariant: the factor depends only on the progress of training (steps, samples, tokens), so a schedule in
+samples or tokens is the same curve for any number of ranks and any batch size. It is at most 1, reaches 1
+when the warm-up ends, changes without jumps, and keeps its last value after the end. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from polyreme.errors import ConfigError, Problem
 
 
 class LRSchedule:
-    """One of constant, linear, cosine (arXiv:1608.03983, one period), wsd (warm-up, stable, decay:
-    arXiv:2404.06395, with a linear decay) and one-cycle (arXiv:1708.07120), after a warm-up.
+    """A warm-up, followed by one of: constant, linear, cosine (arXiv:1608.03983, one period), wsd (warm-up,
+    stable, decay: arXiv:2404.06395, with a linear decay) and one-cycle (arXiv:1708.07120).
 
     The warm-up, the whole schedule and wsd's decay may each be in their own unit. A length in another unit
     than the schedule's is converted at the rate seen so far (such as tokens per step), which is exact for
-    equal steps. Raises ConfigError where `section` was not resolved."""
+    equal steps. Raises ConfigError where the section's total length is not resolved yet."""
 
     def __init__(self, section: LRScheduleSection) -> None:
         if isinstance(section.total, str):
@@ -37,7 +37,7 @@ class LRSchedule:
 
     @property
     def in_tokens(self) -> bool:
-        """Whether a length that matters is in tokens."""
+        """Whether any length that affects the factor is in tokens."""
         durations = [
             self.section.warmup,
             *([] if self.section.name == "constant" else [self.total, self.decay]),
@@ -45,7 +45,8 @@ class LRSchedule:
         return any(duration.amount and duration.unit == "tokens" for duration in durations)
 
     def factor(self, progress: Progress) -> float:
-        """The fraction of the highest learning rate for the step that follows `progress`, in [0, 1]."""
+        """Return the fraction, in [0, 1], of the highest learning rate for the step that follows
+        `progress`."""
         section = self.section
         done = section.warmup.count(progress)
         if done < section.warmup.amount:
@@ -61,7 +62,7 @@ class LRSchedule:
         return 1 - (1 - section.final) * fall
 
     def _fall(self, progress: Progress) -> float:
-        """How much of the falling phase is done, in [0, 1]."""
+        """The fraction of the falling phase that is done, in [0, 1]."""
         if self.section.name == "wsd":
             begin = self.total.amount - self._length(self.decay, progress)
         else:
@@ -72,7 +73,7 @@ class LRSchedule:
         return max(0.0, (done - begin) / (self.total.amount - begin)) if done > begin else 0.0
 
     def _length(self, duration: Duration, progress: Progress) -> float:
-        """`duration` in the unit of the whole schedule, 0 where nothing was counted in its own yet."""
+        """`duration` in the unit of the whole schedule; 0 while its own unit was not counted yet."""
         if duration.unit == self.total.unit:
             return duration.amount
         counted = duration.count(progress)

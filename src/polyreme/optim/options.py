@@ -1,4 +1,4 @@
-"""The options that optimizers have in each step, by the config's schedule, a torch scheduler, or the caller's
+"""The options of optimizers in each step, set by the config's schedule, a torch scheduler, or the caller's
 optimizer. Pure: the same on every rank."""
 
 from __future__ import annotations
@@ -16,30 +16,39 @@ from polyreme.config import Progress
 from polyreme.errors import ConfigError, ModelError, Problem, warn
 from polyreme.optim.groups import Recipe
 from polyreme.optim.lr_schedule import LRSchedule
-from polyreme.optim.saved_options import Groups, coming, like, lost, options_of, plain, put, take, unlike
+from polyreme.optim.saved_options import (
+    Groups,
+    like,
+    lost,
+    options_of,
+    options_to_restore,
+    plain,
+    put,
+    restore_options,
+    unlike,
+)
 from polyreme.optim.torch_scheduler import TorchScheduler
 
 Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
-"""A torch scheduler, or what builds one on an optimizer."""
+"""A torch scheduler, or a function that builds one on an optimizer."""
 SWITCHES = ("momentum", "amsgrad", "centered")
-"""Options of torch's optimizers without which they have one state less."""
+"""Options of torch's optimizers that add a state when they are on."""
 
 
 class Options:
-    """The options of every group in the coming step (lr, betas, ...), which the optimizers of all shards
-    follow.
+    """The options of every group in the next step (lr, betas, ...), which the optimizers of all shards use.
 
-    The learning rate is each group's own times the factor of `schedule`; or, with `scheduler`, what that
-    torch scheduler makes of it: a scheduler on any optimizer of the caller's (with one group, whose learning
-    rate leads all groups in proportion, or with as many as the recipe), or a factory that builds one on the
-    optimizer that it is given, which has the recipe's groups. ReduceLROnPlateau goes on by what `observe` is
-    told.
+    The learning rate is each group's own times the factor of `schedule`; or, with `scheduler`, that of a
+    torch scheduler. This may be a scheduler on any optimizer of the caller's (with one group, to whose
+    learning rate all groups stay in proportion, or with as many groups as the recipe), or a factory that
+    builds one on the optimizer it is given, which has the recipe's groups. ReduceLROnPlateau is stepped by
+    `observe`.
 
-    With `led_by`, an optimizer that the caller made and has the groups of, its options are those of every
-    step, as they are then. So are those that a script sets in `groups`: learning rates, too, which the
-    schedule sets no more from then on.
+    With `led_by`, the caller's own optimizer, whose groups the recipe has, each step uses the options that it
+    has then. A script may also set options in `groups`; once it sets a learning rate, the schedule sets none
+    any more.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for any other scheduler, and for a schedule beside `led_by`.
     """
 
     def __init__(
@@ -64,22 +73,22 @@ class Options:
         self._members = [(group["params"], tuple(group["params"])) for group in self.groups]
         self._made = [options_of(group) for group in self.groups]
         self._base = self._rates
-        self._set = self._base  # the rates that the schedule gave last
-        self._led = False  # whether a script has set rates in its place
+        self._set = self._base  # the rates that the schedule set last
+        self._led = False  # whether a script sets rates in its place
         self._scheduler = None if scheduler is None else TorchScheduler(self._built(scheduler))
         self.needs_tokens = scheduler is None and schedule.in_tokens
-        """Whether the learning rate follows the number of tokens, which only batches with `input_ids`
-        carry."""
+        """Whether the learning rate depends on the number of tokens, which only batches with `input_ids`
+        have."""
         self._follow(Progress(0, 0, 0))
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The options by group of the recipe."""
+        """The options of each group of the recipe, as in torch's `param_groups`."""
         return self._lead.param_groups
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Options of groups that say nothing else."""
+        """The defaults of options that a group does not set."""
         return self._lead.defaults
 
     @property
@@ -93,13 +102,13 @@ class Options:
 
     @property
     def _is_led(self) -> bool:
-        """Whether a script has set learning rates, and goes on to."""
+        """Whether a script has set learning rates itself, so that the schedule sets none any more."""
         return self._scheduler is None and (self._led or self._rates != self._set)
 
     def regrouped(self, thorough: bool) -> bool:
-        """Whether the caller's optimizer has other groups than were taken over, or other parameters in them.
-        `thorough`: look at each parameter, which else is done where a group has another list. Raises
-        ModelError where the groups are the engine's."""
+        """Whether the groups, or the parameters in them, changed since this was made. thorough: compare each
+        parameter; else only in groups whose list was replaced. Raises ModelError where a script changed the
+        engine's own groups."""
         changed = len(self.groups) != len(self._members) or any(
             len(group["params"]) != len(members)
             or ((thorough or group["params"] is not held) and not all(map(is_, group["params"], members)))
@@ -115,18 +124,19 @@ class Options:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those in the groups as they were taken over."""
+        """The parameters in the groups when this was made."""
         return [parameter for _, members in self._members for parameter in members]
 
     def add_group(self, group: dict[str, Any]) -> bool:
-        """Add a group to the caller's optimizer, if that has the groups."""
+        """Add a group to the caller's optimizer; returns False, with nothing done, where the groups are the
+        engine's own."""
         if self._own:
             self._lead.add_param_group(group)
         return self._own
 
     def check(self, made: Recipe) -> None:
-        """Raise ModelError where the torch scheduler could not go on with the groups of a recipe that is to
-        take this one's place; and warn where options that a script has set are not those of any group."""
+        """Raise ModelError where the torch scheduler cannot be used with the groups of a new recipe; and warn
+        where options that a script has set are lost with the old groups."""
         scheduler, count, now = self._scheduler, len(self._made), len(made.groups)
         if now == count:
             return
@@ -143,31 +153,31 @@ class Options:
             )
 
     def release(self) -> None:
-        """Let a torch scheduler be the caller's alone."""
+        """Give a torch scheduler back to the caller."""
         if self._scheduler is not None:
             self._scheduler.release()
 
     def advance(self, progress: Progress) -> None:
-        """Go to the step that follows `progress`, by one step of the torch scheduler where there is one that
-        waits for no metric."""
+        """Set the options for the step that follows `progress`; a torch scheduler makes one step, unless it
+        waits for a metric."""
         if self._scheduler is not None:
             self._scheduler.advance()
-        self._lead._opt_called = True  # type: ignore[attr-defined]  # for torch schedulers, which look
+        self._lead._opt_called = True  # type: ignore[attr-defined]  # torch schedulers check this
         self._follow(progress)
 
     def skip(self) -> None:
-        """Stay where this is: the step was skipped."""
+        """Note that a step was skipped, so that a torch scheduler makes none."""
         if self._scheduler is not None:
             self._scheduler.skip()
 
     def on_metric(self, observe: Callable[[float], object]) -> None:
-        """Have `observe` called where the script steps ReduceLROnPlateau itself."""
+        """Set the function that is called when the script steps ReduceLROnPlateau itself."""
         if self._scheduler is not None:
             self._scheduler.on_metric = observe
 
     def observe(self, metric: float) -> None:
         """Step ReduceLROnPlateau. Raises ConfigError where the scheduler is another one."""
-        if self._scheduler is None or not self._scheduler.waits:
+        if self._scheduler is None or not self._scheduler.waits_for_metric:
             name = "the config's schedule" if self._scheduler is None else self._scheduler.name
             raise ConfigError([Problem("lr_scheduler", name, "it waits for no metric, and "
                                                              "goes on with each step by itself",
@@ -177,8 +187,8 @@ class Options:
         self._follow(Progress(0, 0, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """The options of all groups now and as they were made, and what a torch scheduler knows of the past,
-        as JSON can hold them; the config's schedule follows from how far training has come."""
+        """Return, as JSON can hold them, the options of all groups now and when they were made, and a torch
+        scheduler's state. The config's schedule needs no state but the progress of training."""
         steps = self._scheduler
         state: dict[str, Any] = {
             "groups": [options_of(group) for group in self.groups],
@@ -196,22 +206,23 @@ class Options:
         return state
 
     def ways(self, state: Mapping[str, Any]) -> list[Sequence[Mapping[str, Any]]]:
-        """The options by group with which the optimizer may have its states: those that it was made with (an
-        empty sequence), those of now, those that `load_state_dict` of `state` would give, and those of now
-        with one that was off when it was saved, and that a script may have set before."""
+        """List options by group under which the saved states may have been made, as options decide which
+        states there are: those that the optimizer was made with (an empty sequence), the present ones, those
+        that `load_state_dict(state)` would set, and the present ones with a switch on that was off in
+        `state`."""
         found: list[Sequence[Mapping[str, Any]]] = [(), [*self.groups]]
         groups, now = state.get("groups", []), [options_of(group) for group in self.groups]
         if len(groups) == len(now):
             saved = Groups(groups, [*state.get("made", ()), *({} for _ in groups)][: len(groups)])
-            given = coming(Groups(now, self._made), saved, self._own)
+            given = options_to_restore(Groups(now, self._made), saved, self._own)
             found.append([like(group, own) for group, own in zip(self.groups, given, strict=True)])
             for key in [k for k in SWITCHES if any(k in then and not then[k] for then in groups)]:
                 found.append([{**group, key: True} for group in self.groups])
         return found
 
     def unusable(self, state: Mapping[str, Any]) -> str:
-        """What of a saved `state` could never have been an option here, such as a text for a number; empty
-        where there is nothing."""
+        """Say which option in a saved `state` has an impossible value, such as a text for a number; empty if
+        none has."""
         found = []
         groups = state.get("groups", [])
         if len(groups) == len(self.groups):
@@ -225,9 +236,9 @@ class Options:
         return next(filter(None, found), "")
 
     def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> list[str]:
-        """Go on from `state`, and from `progress`. Options that a script had set by then count, and those of
-        the caller's own optimizer; all others are as they were made here. Returns what there is to say of
-        it."""
+        """Restore `state`, saved at `progress`. Options of the caller's own optimizer, and those that a
+        script had set, come from `state`; all others stay as they were made here. Returns notes for the
+        user."""
         if self._scheduler is not None:
             self._scheduler.restart()
         groups = state.get("groups", [])
@@ -255,9 +266,9 @@ class Options:
             bool(state.get("scheduler")) if self._scheduler is not None else bool(state.get("led"))
         )
         self._led = not self._own and self._scheduler is None and bool(state.get("led"))
-        notes += take(self.groups, Groups(here, self._made), saved, self._own, rates)
+        notes += restore_options(self.groups, Groups(here, self._made), saved, self._own, rates)
         if not rates or not self._own:
-            self._set = self._rates  # those that a script has set meanwhile are not its any more
+            self._set = self._rates  # rates that a script has set meanwhile do not count any more
         if not rates:
             self._follow(progress)
         if led and not rates and self._rates != before:
@@ -274,15 +285,15 @@ class Options:
         return notes
 
     def _take_schedule(self, state: Mapping[str, Any]) -> list[str]:
-        """What a torch scheduler knew; where there was or is none, what becomes of the learning rate."""
-        steps, knew = self._scheduler, state.get("scheduler")
+        """Restore a torch scheduler's state. Returns notes, where the checkpoint or this engine has none."""
+        steps, saved = self._scheduler, state.get("scheduler")
         if steps is None:
             return [f"the checkpoint's lr_scheduler, {state.get('by')}, is not followed any more"] * bool(
-                knew
+                saved
             )
-        if not knew:
+        if not saved:
             return [f"lr_scheduler, {steps.name}, begins anew: the checkpoint has none"]
-        steps.made.load_state_dict(like(steps.made.state_dict(), knew))
+        steps.made.load_state_dict(like(steps.made.state_dict(), saved))
         if not self._leads_all:
             for group, then in zip(
                 steps.made.optimizer.param_groups, state.get("followed", state["groups"]), strict=False
@@ -297,13 +308,13 @@ class Options:
 
     @property
     def _leads_all(self) -> bool:
-        """Whether the torch scheduler is one on the optimizer that has the groups."""
+        """Whether the torch scheduler is on the very optimizer that has the groups."""
         return self._scheduler is not None and self._scheduler.made.optimizer is self._lead
 
     def _follow(self, progress: Progress) -> None:
-        """Set the learning rates, unless the scheduler or the caller sets them."""
+        """Set the learning rates for `progress`, unless the scheduler or the caller sets them itself."""
         if self._scheduler is None:
-            self._led = self._is_led  # whoever changed a rate sets them from now on
+            self._led = self._is_led  # a script that changed a rate sets them from now on
             if self._own or self._led:
                 return
             factor = self._schedule.factor(progress)
@@ -323,7 +334,8 @@ class Options:
         self._set = rates
 
     def _refuse_rates(self) -> None:
-        """Raise ConfigError where a script has set learning rates that follow another optimizer's."""
+        """Raise ConfigError where a script has set learning rates that are copied from another
+        optimizer's."""
         assert self._scheduler is not None
         if self._rates != self._set:
             reason = (
@@ -333,6 +345,8 @@ class Options:
             raise ConfigError([Problem("lr_scheduler", self._scheduler.name, reason, fix)])
 
     def _built(self, scheduler: Any) -> LRScheduler:
+        """Return the caller's torch scheduler, or build it. Raises ConfigError for one that cannot be
+        followed."""
         made, reason = scheduler, ""
         if not isinstance(made, LRScheduler) and callable(scheduler):
             try:

@@ -2,17 +2,17 @@
 
 `"bf16"`: bfloat16. `"8bit"`: blocks of BLOCK numbers, each with its largest magnitude s as float32, and for
 each number a code k that stands for s (k / 127)² with a sign, or, where numbers cannot be negative, for s (k
-/ 255)⁴, whose root has the first kind of steps (block-wise quantisation after Dettmers et al., "8-bit
-Optimizers via Block-wise Quantization", 2022, with another map than theirs).
+/ 255)⁴ (block-wise quantisation after Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022,
+with another map than theirs).
 
-Both round at random to one of the two neighbours, the nearer the likelier, so that the mean of what is kept
-is the number itself: with beta2 = 0.999 a second moment changes by less than half a step of either format,
-and rounded to the nearest would never change at all. A second moment that is not zero is never rounded to
-zero, where it would make the update infinite.
+Both round at random to one of the two neighbouring codes, more likely to the nearer one, so that the expected
+value is the number itself. Rounding to the nearest would never change a second moment: with beta2 = 0.999 a
+step changes it by less than half of the distance between codes. A second moment that is not zero is never
+rounded to zero, which would make the update infinite.
 
-Invariants: the random bits are a function of the state's name, the count of steps and the place of the
-number, and no block is cut, as a piece begins and ends at multiples of ALIGN; so results do not depend on
-tiers, pieces, shards or threads. What was widened is rounded back to the same bits, whatever the key."""
+Invariants: the random bits depend only on the state's name, the count of steps and the place of the number,
+and no block is cut, as pieces begin and end at multiples of ALIGN; so results do not depend on tiers, pieces,
+shards or threads. A widened number is rounded back to the same bits, whatever the key."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ BLOCK = ALIGN
 """Numbers that share a scale."""
 
 States = Literal["bf16", "8bit"]
-"""How moments are kept, where not in float32."""
+"""The formats of moments beside float32."""
 
 SIGNED: Mapping[str, bool] = {"exp_avg": True, "momentum_buffer": True, "exp_avg_sq": False, "sum": False}
-"""The states that can be kept so, by torch's name, and whether they can be negative."""
+"""The states that can be kept in fewer bits, by torch's name; True if they can be negative."""
 
 NUDGE = 1e-4
-"""What the index of a code, computed as a root, is at most too small by."""
+"""The largest error of a code's index, which is computed as a root, below its true value."""
 
 SCALE = ".scale"
 """The suffix of a state's name for the scales of its blocks."""
 
 
 class Key(NamedTuple):
-    """What the random bits of a rounding depend on: the state, how many steps it has seen, and the place of
-    the first number, any integer that tells the numbers of different pieces apart."""
+    """The key of the random bits of a rounding: the state's name, the number of its steps, and the place of
+    the first number, an integer that differs between the numbers of all pieces."""
 
     name: str
     steps: int
@@ -55,7 +55,7 @@ class Key(NamedTuple):
 
     @property
     def random_offset(self) -> int:
-        """The place of the first number in a sequence of random numbers of the state and the steps, modulo
+        """The index of the first number's random bits in a sequence that depends on name and steps, modulo
         2^32."""
         return (
             mixed(zlib.crc32(self.name.encode()) ^ mixed(self.steps ^ mixed(self.at >> 32))) + self.at
@@ -64,25 +64,26 @@ class Key(NamedTuple):
 
 
 class Format(Protocol):
-    """How the numbers of one state are kept: in `fields`, by what follows the state's name."""
+    """A storage format of one state, in one or several tensors."""
 
     def fields(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
-        """Format and count of the tensors that `size` numbers are kept in."""
+        """Return the dtype and number of elements of each tensor for `size` numbers, by the suffix to the
+        state's name."""
 
     def encode(self, values: Tensor, stored: Mapping[str, Tensor], key: Key) -> None:
-        """Round the float32 `values` into `stored`. They are overwritten."""
+        """Round the float32 `values`, which are overwritten, into the tensors `stored`."""
 
     def decode(self, stored: Mapping[str, Tensor], values: Tensor) -> None:
-        """Write what is `stored` to the float32 `values`."""
+        """Widen the tensors `stored` into the float32 `values`."""
 
 
 def format_of(states: States, name: str) -> Format:
-    """The format of a state of SIGNED."""
+    """Return the format of a state of SIGNED."""
     return StochasticBfloat16() if states == "bf16" else BlockQuantizer(SIGNED[name])
 
 
 class StochasticBfloat16:
-    """bfloat16: an error below 2^-7 of the number, as long as that is normal."""
+    """bfloat16, rounded at random. The relative error is below 2^-7 for normal numbers."""
 
     def fields(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
         return {"": (torch.bfloat16, size)}
@@ -100,7 +101,7 @@ class StochasticBfloat16:
 
 
 class BlockQuantizer:
-    """8 bits for each number and 32 for each block.
+    """8 bits for each number and a float32 scale for each block.
 
     With y the number's magnitude over the block's largest, s, the error is less than s (2 √y + 1/127) / 127
     for signed states (power 2 of 127 codes), and less than s ((r + 1/255)⁴ - r⁴), r = the fourth root of y,
@@ -128,8 +129,7 @@ class BlockQuantizer:
         root = (sizes / torch.where(scale > 0, scale, 1)).sqrt_()
         if not self.signed:
             root.sqrt_()
-        # nudged, so that a number that is a code's is that code; at most the last but one, whose upper
-        # neighbour is the last
+        # nudged, so that the value of a code gets that code; at most the last but one, as `above` is the next
         low = root.mul_(self.top).add_(NUDGE).floor_().clamp_(max=self.top - 1)
         below, above = self._value(low) * scale, self._value(low + 1) * scale
         uniform = (
@@ -154,13 +154,13 @@ class BlockQuantizer:
         torch.mul(self._value(codes), stored[SCALE].unsqueeze(1), out=codes)
 
     def _value(self, codes: Tensor) -> Tensor:
-        """What codes stand for, of the scale."""
+        """The values of codes, as fractions of the scale."""
         square = (codes * codes.abs()).mul_(self.top**-2)
         return square if self.signed else square.square_()
 
 
 def mixed(x: int) -> int:
-    """32 bits that look like chance, from 32 bits (a finaliser of C. Wellons's search, "lowbias32")."""
+    """Hash 32 bits to 32 bits that look random (a finaliser of C. Wellons's search, "lowbias32")."""
     x &= 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
     x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
@@ -168,7 +168,7 @@ def mixed(x: int) -> int:
 
 
 def random(key: Key, size: int, device: torch.device) -> Tensor:
-    """32 bits for each of `size` numbers, as int32: `mixed` of their places."""
+    """Return 32 random bits for each of `size` numbers, as int32: `mixed` of their places."""
     x = torch.arange(key.random_offset, key.random_offset + size, dtype=torch.int64, device=device).to(
         torch.int32
     )
@@ -179,7 +179,7 @@ def random(key: Key, size: int, device: torch.device) -> Tensor:
 
 
 def _compiled(values: Tensor) -> ModuleType | None:
-    """The compiled loops, if they are worth it."""
+    """The compiled loops, if there are any and the tensor is on the CPU and large enough."""
     return (
         cpu_kernels.compiler()
         if values.device.type == "cpu" and values.numel() >= cpu_kernels.WORTH
@@ -188,11 +188,11 @@ def _compiled(values: Tensor) -> ModuleType | None:
 
 
 class QuantizedKernel(Kernel):
-    """The kernel of a torch optimizer on moments that are kept as `states` says.
+    """The kernel of a torch optimizer with moments in the format `states`.
 
-    The state of a piece has, in place of each tensor of SIGNED, those of its format's `fields`, by its name
-    with theirs behind. An optimizer without a count of steps gets one, which the random bits need. ValueError
-    for an optimizer that has no such kernel."""
+    In the state of a piece, each moment is replaced by the tensors of its format's `fields`, named by the
+    moment and their suffix. An optimizer that does not count steps gets a count, which the random bits need.
+    Raises ValueError for an optimizer with other states."""
 
     def __init__(self, optimizer: Optimizer, states: States) -> None:
         super().__init__(optimizer)
@@ -207,18 +207,18 @@ class QuantizedKernel(Kernel):
         self._kernel, self._states = kernel, states
 
     def fields(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
-        """The tensors in the state of a piece of `size` numbers."""
-        formats = {
-            name: format_of(self._states, name)
-            for name in self._kernel.moments(self.optimizer.param_groups[0])
-        }
+        """Return the dtype and number of elements of each tensor in the state of a piece of `size`
+        numbers."""
+        formats = {name: format_of(self._states, name) for name in self.names}
         return {
-            name + part: what for name, form in formats.items() for part, what in form.fields(size).items()
+            name + suffix: field
+            for name, form in formats.items()
+            for suffix, field in form.fields(size).items()
         }
 
     @property
     def names(self) -> list[str]:
-        """The states that are kept so."""
+        """The names of the moments, which are kept in fewer bits."""
         return list(self._kernel.moments(self.optimizer.param_groups[0]))
 
     @property
@@ -227,15 +227,15 @@ class QuantizedKernel(Kernel):
         return self._kernel.counts
 
     def widened(self, state: Mapping[str, Tensor], name: str, size: int) -> Tensor:
-        """A state of a piece of `size` numbers, as float32."""
+        """Return a moment of a piece of `size` numbers, as float32."""
         values = torch.empty(size, dtype=torch.float32)
-        stored = {part: state[name + part] for part in ("", SCALE) if name + part in state}
+        stored = {suffix: state[name + suffix] for suffix in ("", SCALE) if name + suffix in state}
         format_of(self._states, name).decode(stored, values)
         return values
 
     def keep(self, state: Mapping[str, Tensor], name: str, values: Tensor, key: Key) -> None:
-        """Round a state of a piece into what keeps it."""
-        stored = {part: state[name + part] for part in ("", SCALE) if name + part in state}
+        """Round the float32 `values` of a moment into the state of a piece."""
+        stored = {suffix: state[name + suffix] for suffix in ("", SCALE) if name + suffix in state}
         format_of(self._states, name).encode(values.clone(), stored, key)
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class QuantizedKernel(Kernel):
         at: int = 0,
         later: bool = False,
     ) -> None:
-        """See `Kernel.step`. For flat float32 pieces that begin and end at multiples of ALIGN."""
+        """See `Kernel.step`. The piece must be flat and float32, and begin and end at multiples of ALIGN."""
         size = parameter.numel()
         fields = self.fields(size)
         first = first or not fields.keys() <= state.keys() or "step" not in state
@@ -261,6 +261,7 @@ class QuantizedKernel(Kernel):
         before = state["step"].clone()
         state["step"] += 1
         if parameter.is_meta:  # there is nothing more to do without numbers
+            cpu_kernels.told(parameter, gradient, [state[name] for name in fields], out)
             return
         count = int(state["step"])
 
@@ -269,22 +270,22 @@ class QuantizedKernel(Kernel):
 
         def update(start: int) -> None:
             stop = min(start + step, size)
-            parts = {
+            pieces = {
                 name: {
-                    part: _inside(state[name + part], start, stop, size)
-                    for part in ("", SCALE)
-                    if name + part in fields
+                    suffix: _inside(state[name + suffix], start, stop, size)
+                    for suffix in ("", SCALE)
+                    if name + suffix in fields
                 }
                 for name in self.names
             }
-            wide: State = {name: cpu_kernels.scratch(torch.float32, stop - start, name) for name in parts}
+            wide: State = {name: cpu_kernels.scratch(torch.float32, stop - start, name) for name in pieces}
             if not first:
-                for name, stored in parts.items():
+                for name, stored in pieces.items():
                     format_of(self._states, name).decode(stored, wide[name])
             wide["step"] = before.clone()
             rounded = None if out is None else out[start:stop]
             self._kernel.step(parameter[start:stop], gradient[start:stop], wide, factor, rounded, first)
-            for name, stored in parts.items():
+            for name, stored in pieces.items():
                 format_of(self._states, name).encode(wide[name], stored, Key(name, count, at + start))
 
         if compiled is not None:
@@ -295,5 +296,6 @@ class QuantizedKernel(Kernel):
 
 
 def _inside(tensor: Tensor, start: int, stop: int, size: int) -> Tensor:
-    """The numbers for [start, stop) of a tensor with one or fewer numbers for each of `size`."""
+    """The elements for the numbers [start, stop) of `size`, in a tensor with one element for each number or
+    for each block."""
     return tensor[start * tensor.numel() // size : stop * tensor.numel() // size]

@@ -1,7 +1,8 @@
-"""Options of an optimizer's groups, and what a torch scheduler knows, to a checkpoint and back.
+"""Saves the options of an optimizer's groups, and a torch scheduler's state, in a checkpoint, and restores
+them.
 
-Invariant: what JSON holds of them comes back equal and of the type that it had; what it cannot hold is named.
-No communication."""
+Invariant: a value that JSON can hold comes back equal and of its type; the keys of others are listed. No
+communication."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 OF_PARAMETERS = ("params", "param_names")
-"""What a group has that is no option."""
+"""The keys of a group that are not options."""
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `values` JSON can hold: tensors of one element as numbers."""
+    """Return the values that JSON can hold, with tensors of one element as numbers."""
     found = {}
     for key, value in values.items():
         try:
@@ -30,21 +31,21 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group, as JSON can hold them."""
+    """Return the options of a group that JSON can hold."""
     return plain({key: value for key, value in group.items() if key not in OF_PARAMETERS})
 
 
 def lost(values: Mapping[str, Any]) -> list[str]:
-    """The keys of what JSON cannot hold, but for functions, which a script makes again."""
+    """Return the keys of values that JSON cannot hold, but for functions, which a script makes again."""
     kept = {*plain(values), *OF_PARAMETERS}
     return [key for key, value in values.items() if key not in kept and not callable(value)]
 
 
 def like(now: Any, saved: Any) -> Any:
-    """`saved` of the type of `now`, with what `now` has beside it in mappings."""
+    """Return `saved` in the type of `now`; in mappings, keys that only `now` has are kept."""
     if isinstance(now, Tensor):
         return torch.full_like(now, saved)
-    if isinstance(now, Counter):  # whose keys JSON made texts of
+    if isinstance(now, Counter):  # JSON has turned its keys into texts
         return Counter({int(key): count for key, count in saved.items()})
     if isinstance(now, Mapping) and isinstance(saved, Mapping):
         keys = {str(key): key for key in now}
@@ -56,8 +57,8 @@ def like(now: Any, saved: Any) -> Any:
 
 
 def unlike(now: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
-    """The first of the saved values that is of no kind that `now` could have, as `key = value`; empty where
-    there is none. Both are `plain`."""
+    """Return the first saved value whose type does not fit that of `now`, as `key = value`; empty if all fit.
+    Both are `plain`."""
     return next((f"{k} = {v!r:.200}" for k, v in saved.items() if k in now and not _fits(now[k], v)), "")
 
 
@@ -73,26 +74,27 @@ def _fits(now: Any, saved: Any) -> bool:
 
 
 OF_CLASS = "decoupled_weight_decay"
-"""An option that makes one class of another: Adam with it is AdamW."""
+"""An option that turns one class into another: Adam with it is AdamW."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The options of all groups at one moment, and as `initialize` made them, both `plain`."""
+    """The options of all groups at one moment (`now`), and those that `initialize` made them with (`made`);
+    both are `plain`."""
 
     now: Sequence[Mapping[str, Any]]
     made: Sequence[Mapping[str, Any]]
 
 
-def take(
+def restore_options(
     groups: Sequence[dict[str, Any]], made: Groups, saved: Groups, every: bool, rates: bool
 ) -> list[str]:
-    """Set the options of `groups`, which `made` tells of, to those that `saved` has: `every` one, or those
-    that were changed since they were made, and have the others as they were made here. rates: whether
-    learning rates are among them; else they are left alone. Returns what there is to say of it."""
-    told: dict[str, list[int]] = {}
+    """Set the options of `groups`, whose values are in `made`, to those in `saved`: `every` one, or only
+    those that had been changed since they were made, and the others to the values they were made with here.
+    Without `rates`, learning rates are not touched. Returns notes for the user."""
+    changed: dict[str, list[int]] = {}
     for at, group in enumerate(groups):
-        for key, value in _coming(made, saved, at, every, rates):
+        for key, value in _options_to_restore(made, saved, at, every, rates):
             before, others = made.now[at].get(key), (made.made[at].get(key), saved.made[at].get(key))
             set_here = key != "lr" and key in made.made[at] and before != others[0]
             if (
@@ -100,13 +102,14 @@ def take(
                 and before != value
                 and (set_here or (key in saved.made[at] and others[0] != others[1]))
             ):
-                told.setdefault(f"{key} is {value!r}, as the checkpoint says, and not {before!r}", []).append(
-                    at
-                )
+                changed.setdefault(
+                    f"{key} is {value!r}, as the checkpoint says, and not {before!r}", []
+                ).append(at)
             put(group, {key: value})
     kept = [at for at in range(len(groups)) if _of_other_class(made, saved, at)]
     return [
-        f"{what}, of the optimizer's group {_numbers(at)}: set it after load()" for what, at in told.items()
+        f"{what}, of the optimizer's group {_numbers(at)}: set it after load()"
+        for what, at in changed.items()
     ] + [
         f"{OF_CLASS} is {made.now[kept[0]][OF_CLASS]}, as the optimizer was made here, and not "
         f"{saved.now[kept[0]][OF_CLASS]}, of the optimizer's group {_numbers(kept)}: it was saved with others"
@@ -114,21 +117,23 @@ def take(
     ]
 
 
-def coming(made: Groups, saved: Groups, every: bool) -> list[dict[str, Any]]:
-    """The options that `take` would set, by group, but for learning rates."""
-    return [dict(_coming(made, saved, at, every, rates=False)) for at in range(len(made.now))]
+def options_to_restore(made: Groups, saved: Groups, every: bool) -> list[dict[str, Any]]:
+    """Return the options that `restore_options` would set, by group, without learning rates."""
+    return [dict(_options_to_restore(made, saved, at, every, rates=False)) for at in range(len(made.now))]
 
 
 def _of_other_class(made: Groups, saved: Groups, at: int) -> bool:
-    """Whether the optimizer was saved as one of another class than it was made as here."""
+    """Whether the group was saved with another value of OF_CLASS than it was made with here."""
     if OF_CLASS not in made.now[at] or OF_CLASS not in saved.now[at]:
         return False
     then = saved.made[at].get(OF_CLASS, saved.now[at][OF_CLASS])
     return then != made.made[at].get(OF_CLASS) and saved.now[at][OF_CLASS] != made.now[at][OF_CLASS]
 
 
-def _coming(made: Groups, saved: Groups, at: int, every: bool, rates: bool) -> Iterator[tuple[str, Any]]:
-    """The options that a group gets."""
+def _options_to_restore(
+    made: Groups, saved: Groups, at: int, every: bool, rates: bool
+) -> Iterator[tuple[str, Any]]:
+    """Yield the options to set for the group number `at`."""
     now, then, before = made.made[at], saved.now[at], saved.made[at]
     for key in {**then, **now}:
         if (key == "lr" and not rates) or (key == OF_CLASS and _of_other_class(made, saved, at)):
@@ -140,7 +145,7 @@ def _coming(made: Groups, saved: Groups, at: int, every: bool, rates: bool) -> I
 
 
 def put(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Set options of a group, each of the type that it has there."""
+    """Set options of a group, each in the type that it has there."""
     for key, value in saved.items():
         if isinstance(group.get(key), Tensor):
             with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Embeddings whose gradient is the rows that were looked up, not a table of zeros with these rows in it.
+"""Embeddings whose gradient is only the rows that were looked up, not a whole table of mostly zeros.
 
-Invariant: a gradient by rows goes nowhere but to `zero.bucket`, which adds the rows to the flat buffer:
-whoever looks at a table's gradient in a backward (a hook of its own, `torch.autograd.grad`, a second
-derivative) gets it whole. Both add the same rows in the same order. Tables in half precision are left alone.
+Invariant: only `zero.bucket` gets a gradient by rows, and adds the rows to its flat buffer: a user's hook on
+the table, `torch.autograd.grad` or a second derivative gets the whole gradient. Both add the same rows in the
+same order. Tables in half precision always have whole gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _wanted = False  # shared by all threads: autograd may run nodes in one of its o
 
 @contextmanager
 def gradients_by_rows() -> Iterator[None]:
-    """A backward that runs inside gives tables their gradients by rows."""
+    """Make backwards inside of the context give tables their gradients by rows."""
     global _wanted
     _wanted = True
     try:
@@ -33,8 +33,8 @@ def gradients_by_rows() -> Iterator[None]:
 
 
 def look_up_by_rows(model: nn.Module, patches: Patches) -> None:
-    """Let the embeddings of `model` give their gradients by rows, where `gradients_by_rows` asks for it.
-    Classes with a forward of their own are left alone."""
+    """Replace the forward of the embeddings of `model`, so that `gradients_by_rows` applies to them. Classes
+    with a forward of their own are left as they are."""
     for module in model.modules():
         if (
             isinstance(module, nn.Embedding)
@@ -58,7 +58,8 @@ def _forward(module: nn.Embedding, input: Tensor) -> Tensor:
 
 
 class _LookUp(Function):
-    """ids: any shape; table: (rows, width), a leaf; the gradient of row `padding` is zero."""
+    """Looks up the rows `ids` (any shape) of `table` (rows, width), a leaf. The gradient of row `padding` is
+    zero."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, table: Tensor, padding: int) -> Tensor:
@@ -78,5 +79,8 @@ class _LookUp(Function):
         which, rows = ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1])
         if ctx.padding >= 0:
             counted = which != ctx.padding
-            which, rows = which[counted], rows[counted]
+            if which.is_meta:  # without numbers no row is taken to be one of padding
+                which, rows = which.clone(), rows.clone()
+            else:
+                which, rows = which[counted], rows[counted]
         return None, torch.sparse_coo_tensor(which[None], rows, ctx.table.shape, check_invariants=False), None

@@ -1,1 +1,1 @@
-"""Pipelines: a model cut into stages, and the table that says which rank runs which of them when."""
+"""Pipelines: cuts a model into stages, and executes the table that says which rank runs which stage when."""

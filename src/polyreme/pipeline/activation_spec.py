@@ -1,14 +1,14 @@
-"""Activations that one stage sends to the next: a value, its form and its tensors.
+"""Takes apart the activations that one stage sends to the next: a value into its form and its tensors.
 
 Invariant: form and tensors together are the value. The form has all but the numbers: the structure, and each
 tensor's dtype, shape and whether it requires grad.
 
-Communication (by `pipeline.run`): the form once for each shape of batch; the tensors for each micro-batch,
-and their gradients back."""
+Communication (by `pipeline.executor`): the form once for each shape of batch; the tensors for each
+micro-batch, and their gradients back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,66 +18,65 @@ from polyreme.errors import ModelError
 
 
 def flatten(value: Any) -> tuple[Any, list[Tensor]]:
-    """What a stage sends: its form, which JSON can hold, and its tensors.
+    """Take a value apart. Returns its form, which JSON can hold, and its tensors.
 
-    The form is of use to agree on once: it has the structure (tensors and constants in tuples, lists and
-    dictionaries), and each tensor's dtype, shape and whether it requires grad. Raises ModelError for anything
+    The value may have tensors and constants in tuples, lists and dictionaries; raises ModelError for anything
     else."""
     tensors: list[Tensor] = []
+    return _form_of(value, tensors), tensors
 
-    def form_of(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            tensors.append(part)
-            return {
-                "dtype": str(part.dtype).removeprefix("torch."),
-                "shape": list(part.shape),
-                "grad": part.requires_grad,
-            }
-        if isinstance(part, dict):
-            return {"dict": {key: form_of(each) for key, each in part.items()}}
-        if type(part) in (tuple, list):
-            return {type(part).__name__: [form_of(each) for each in part]}
-        if part is None or isinstance(part, bool | int | float | str):
-            return part
-        raise ModelError(
-            f"the model hands a {type(part).__name__} from block to block, "
-            "which cannot be sent to another stage: use tensors, alone or in "
-            "tuples, lists and dictionaries"
-        )
 
-    return form_of(value), tensors
+# these two are no functions within the others, which would be in a circle with what they hold: Python frees
+# that late, and with it the tensors
+
+
+def _form_of(inner: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(inner, Tensor):
+        tensors.append(inner)
+        return {
+            "dtype": str(inner.dtype).removeprefix("torch."),
+            "shape": list(inner.shape),
+            "grad": inner.requires_grad,
+        }
+    if isinstance(inner, dict):
+        return {"dict": {key: _form_of(each, tensors) for key, each in inner.items()}}
+    if type(inner) in (tuple, list):
+        return {type(inner).__name__: [_form_of(each, tensors) for each in inner]}
+    if inner is None or isinstance(inner, bool | int | float | str):
+        return inner
+    raise ModelError(
+        f"the model hands a {type(inner).__name__} from block to block, "
+        "which cannot be sent to another stage: use tensors, alone or in "
+        "tuples, lists and dictionaries"
+    )
+
+
+def _value_of(inner: Any, todo: Iterator[Tensor]) -> Any:
+    if not isinstance(inner, dict):
+        return inner
+    if "shape" in inner:
+        return next(todo).detach().requires_grad_(inner["grad"])
+    if "dict" in inner:
+        return {key: _value_of(each, todo) for key, each in inner["dict"].items()}
+    values = [_value_of(each, todo) for each in inner["tuple" if "tuple" in inner else "list"]]
+    return tuple(values) if "tuple" in inner else values
 
 
 def unflatten(form: Any, tensors: Iterable[Tensor]) -> Any:
-    """The value that was taken apart, of tensors as they were received. Those that the backward goes through
-    require grad, and their `.grad` is what to send back; the model may write to them all."""
-    todo = iter(tensors)
-
-    def value_of(part: Any) -> Any:
-        if not isinstance(part, dict):
-            return part
-        if "shape" in part:
-            return next(todo).detach().requires_grad_(part["grad"])
-        if "dict" in part:
-            return {key: value_of(each) for key, each in part["dict"].items()}
-        return (
-            tuple(map(value_of, part["tuple"]))
-            if "tuple" in part
-            else [value_of(each) for each in part["list"]]
-        )
-
-    return value_of(form)
+    """Put a value together again from its form and received tensors. Those that the backward goes through
+    require grad, and their `.grad` is to be sent back; the model may write to all of them."""
+    return _value_of(form, iter(tensors))
 
 
 def buffers(form: Any, device: torch.device) -> list[Tensor]:
-    """Empty tensors to receive what was taken apart into."""
+    """Return empty tensors of this form, to receive into."""
     if not isinstance(form, dict):
         return []
     if "shape" in form:
         return [torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=device)]
-    (parts,) = form.values()
+    (inner,) = form.values()
     return [
         tensor
-        for part in (parts.values() if isinstance(parts, dict) else parts)
-        for tensor in buffers(part, device)
+        for each in (inner.values() if isinstance(inner, dict) else inner)
+        for tensor in buffers(each, device)
     ]

@@ -1,16 +1,18 @@
-"""The interpreter: what each action of a schedule's row does. The only step path of the engine.
+"""The interpreter: performs the actions of a schedule's row. The only step path of the engine.
 
 Invariant: a micro-batch's tensors are kept from its forward to its backward at a stage, and no longer, but
-for what a W needs of them; what arrives is used by the stage that the table names. The shapes of what crosses
-a cut are sent once for each shape of batch, before the first such tensor.
+for those that a W needs; a received value goes to the stage that the table names. The form of the values that
+cross a cut is sent once for each shape of batch, before the first such value.
 
 Communication: activations to the next stage's rank, their gradients back; nothing between stages of one rank.
-Sends are not waited for before the row ends, receives not before their value is needed."""
+Receives are waited for when their value is needed, sends when a later message shows that they have arrived,
+and when the row ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import torch
@@ -19,19 +21,22 @@ from torch import Tensor
 from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.work import Work
 from polyreme.errors import ModelError
+from polyreme.observer import OBSERVER
 from polyreme.pipeline.activation_spec import buffers, flatten, unflatten
 from polyreme.pipeline.placeholders import placeholder
 from polyreme.pipeline.schedule import Action
 
 
 class RunStage(Protocol):
-    """Runs one stage: `stage.Stage`, or for a model in one piece `Whole`."""
+    """Runs one stage: `stage.Stage`, or `Whole` for a model that is not cut."""
 
     def __call__(self, forward: Callable[[], Any], received: Any) -> Any:
-        """Call a forward as this stage, with what the stage before handed on."""
+        """Call `forward` as this stage, with the value of the previous stage. Returns the model's output, or
+        the value for the next stage."""
 
     def expected(self, forward: Callable[[], Any]) -> Any:
-        """What the stage before hands on in a forward, but for its numbers."""
+        """Return a value of the structure, shapes and dtypes of what this stage receives from the previous
+        one; its numbers mean nothing."""
 
 
 class Whole:
@@ -46,12 +51,13 @@ class Whole:
 
 @dataclass(frozen=True)
 class Calls:
-    """What the actions do with a micro-batch.
+    """The functions by which actions process a micro-batch.
 
-    enter(action) comes before a forward or backward. forward(batch) calls the model. loss(batch, output)
-    takes note of the last stage's output; root(batch, loss) is what its backward begins with, from what that
-    returned. differentiate(stage, roots, gradients) is a backward; where the table has W, it returns what W
-    does. look(batch) calls the model beside training. The last three are None where there is no backward."""
+    enter(action): called before a forward or backward. forward(batch): calls the model. loss(batch, output):
+    makes the loss of the last stage's output. root(batch, loss): the tensor at which the last stage's
+    backward begins. differentiate(stage, roots, gradients): a backward; where the table has W, it returns the
+    function for W. look(batch): calls the model only for the form of its values. The last three are None
+    where there is no backward."""
 
     enter: Callable[[Action], None]
     forward: Callable[[Any], Any]
@@ -65,8 +71,8 @@ class Calls:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a model. ranks: the rank on the mesh's pp of each; run: how to run those of this rank;
-    forms: of what a stage hands on, for each shape of batch."""
+    """The stages of a model. ranks: the rank of each on the mesh's pp. run: runs each stage of this rank.
+    forms: the forms of values that stages hand on, by stage and shape of batch."""
 
     ranks: Sequence[int]
     mesh: Mesh
@@ -76,21 +82,20 @@ class Stages:
 
 @dataclass
 class _Pass:
-    """One micro-batch at one stage. Tensors are those of floating point that a backward goes through, or all
-    of them in `output`."""
+    """The tensors of one micro-batch at one stage."""
 
-    received: list[Tensor] = field(default_factory=list)
-    value: Any = None  # what was received, as the model takes it
-    form: Any = None
+    received: list[Tensor] = field(default_factory=list)  # those that a backward goes through
+    value: Any = None  # the received value, for the model
+    form: Any = None  # of the output
     output: list[Tensor] = field(default_factory=list)
     loss: Any = None
-    gradients: list[Tensor] = field(default_factory=list)  # gradients of the output, as received
+    gradients: list[Tensor] = field(default_factory=list)  # received, of the output
     arriving: list[Work] = field(default_factory=list)
 
 
 class Row:
-    """A row under way on this rank: its actions one by one, for each of which the method of its kind is to be
-    called before the next one. `with` waits at its end for what was sent."""
+    """A row under way on this rank. Iterating yields its actions; the caller performs each, by the method for
+    its op, before it takes the next. The end of a `with` block waits for all sends."""
 
     def __init__(
         self,
@@ -99,19 +104,25 @@ class Row:
         calls: Calls,
         batches: Sequence[Any],
         shapes: Sequence[Hashable] = (),
+        arrived: Mapping[Action, Sequence[Action]] = MappingProxyType({}),
     ) -> None:
-        """`shapes`, by micro-batch, tell those apart whose activations differ in shape."""
+        """shapes: by micro-batch, keys that differ where activations differ in shape. arrived: the sends that
+        have arrived before each F or B (`schedule.arrivals`)."""
         self._stages, self._ranks, self._axis = stages, stages.ranks, stages.mesh.pp
         self._actions, self._calls, self._batches, self._shapes = actions, calls, batches, shapes
+        self._arrived = arrived
         self._graph = torch.is_grad_enabled()
         self._passes: dict[tuple[int, int], _Pass] = {}
-        self._weights: dict[tuple[int, int], Callable[[], None] | None] = {}  # what W does
-        self._sending: list[tuple[Work, Tensor]] = []
+        self._weights: dict[tuple[int, int], Callable[[], None] | None] = {}  # the functions for W
+        self._sending: dict[Action, list[tuple[Work, Tensor]]] = {}
         self._action: Action | None = None
 
     def __iter__(self) -> Iterator[Action]:
+        observer = OBSERVER.get()
         for action in self._actions:
             self._action = action
+            if observer is not None:
+                observer.action(action)
             yield action
 
     def __enter__(self) -> Self:
@@ -119,14 +130,13 @@ class Row:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
-            while self._sending:
-                self._sending.pop()[0].settle()
+            self._end_sends([*self._sending])
         elif len(self._ranks) > 1 and self._action is not None and self._action.microbatch is not None:
             stage, microbatch = self._action.stage, self._action.microbatch
             error.add_note(f"in pipeline stage {stage}, micro-batch {microbatch} of the step")
 
     def run(self) -> None:
-        """Perform every action but the end of a step, R and U."""
+        """Perform all actions but R and U, the end of a step."""
         perform: dict[str, Callable[[Action], None]] = {
             "F": self.forward,
             "B": self.backward,
@@ -146,11 +156,11 @@ class Row:
         """F: call the model as this stage."""
         stage, i = action.stage, action.microbatch or 0
         here, batch = self._pass(stage, i), self._batches[i]
-        _wait(here.arriving)
+        self._wait(here.arriving, action)
         self._calls.enter(action)
         output = self._stages.run[stage](lambda: self._calls.forward(batch), here.value)
         here.value = None
-        # its numbers are with whoever needs them for the backward: here only its gradient is of use now
+        # autograd keeps the numbers that the backward needs: here only the gradients are of use now
         for tensor in here.received:
             tensor.data = placeholder(tensor, tensor.device, tensor.dtype)
         if stage == len(self._ranks) - 1:
@@ -161,13 +171,13 @@ class Row:
             self._accept(stage + 1, i, here.form, [tensor.detach() for tensor in here.output])
 
     def _accept(self, stage: int, i: int, form: Any, tensors: Sequence[Tensor]) -> None:
-        """Give a stage what the one before it hands on."""
+        """Give a stage the value of the previous one."""
         there = self._pass(stage, i)
         there.value = unflatten(form, tensors)
         there.received = [t for t in flatten(there.value)[1] if t.requires_grad]
 
     def backward(self, action: Action) -> None:
-        """B: differentiate this stage, or its first half."""
+        """B: differentiate this stage; or perform the first half of that, if the row has its W."""
         stage, i = action.stage, action.microbatch or 0
         here = self._pass(stage, i)
         assert self._calls.root is not None and self._calls.differentiate is not None
@@ -176,7 +186,7 @@ class Row:
             root, here.loss = self._calls.root(self._batches[i], here.loss), None
             self._weights[stage, i] = self._calls.differentiate(stage, [root], [None])
         else:
-            _wait(here.arriving)
+            self._wait(here.arriving, action)
             self._weights[stage, i] = self._calls.differentiate(
                 stage, _differentiable(here.output), here.gradients
             )
@@ -194,14 +204,14 @@ class Row:
         compute()
 
     def _key(self, stage: int, action: Action) -> tuple[int, Hashable]:
-        """What the form depends on that a stage hands on."""
+        """The key of `Stages.forms` for the value that a stage hands on."""
         return stage, (self._shapes[action.microbatch or 0] if self._shapes else None, self._graph)
 
     def send(self, action: Action) -> None:
         """SA, SG: begin to send activations to the next stage's rank, or their gradients back."""
         if action.op == "SG":
             here = self._passes.pop((action.stage, action.microbatch or 0))
-            self._post(_gradients(here.received), self._ranks[action.stage - 1])
+            self._post(_gradients(here.received), self._ranks[action.stage - 1], action)
             return
         here, to = self._pass(action.stage, action.microbatch), self._ranks[action.stage + 1]
         if (key := self._key(action.stage, action)) not in self._stages.forms:
@@ -214,10 +224,11 @@ class Row:
                 "needs what goes from block to block to follow from the "
                 "shapes of the batch alone: pad it, or set mesh.pp = 1"
             )
-        self._post([tensor.detach() for tensor in here.output], to)
+        self._post([tensor.detach() for tensor in here.output], to, action)
 
     def receive(self, action: Action) -> None:
-        """RA, RG: begin to receive what the other end of SA or SG sends."""
+        """RA, RG: begin to receive activations from the previous stage's rank, or their gradients from the
+        next one's."""
         if action.op == "RG":
             self._receive_gradient(action)
             return
@@ -234,7 +245,7 @@ class Row:
         self._accept(action.stage, action.microbatch or 0, form, tensors)
 
     def _expected(self, action: Action) -> Any:
-        """The form of what the stage before hands on."""
+        """The form of the previous stage's value, where the rank that has it is simulated."""
         forward, batch = self._calls.look or self._calls.forward, self._batches[action.microbatch or 0]
         return flatten(self._stages.run[action.stage].expected(lambda: forward(batch)))[0]
 
@@ -248,15 +259,20 @@ class Row:
             self._axis.receive(gradient, self._ranks[action.stage + 1]) for gradient in here.gradients
         ]
 
-    def _post(self, tensors: Sequence[Tensor], to: int) -> None:
-        for tensor in tensors:
-            whole = tensor.contiguous()
-            self._sending.append((self._axis.send(whole, to), whole))
+    def _post(self, tensors: Sequence[Tensor], to: int, action: Action) -> None:
+        whole = [tensor.contiguous() for tensor in tensors]
+        self._sending[action] = [(self._axis.send(tensor, to), tensor) for tensor in whole]
 
+    def _wait(self, arriving: list[Work], action: Action) -> None:
+        """Wait for what an F or B needs, and let go of what that shows to have arrived elsewhere."""
+        while arriving:
+            arriving.pop(0).wait()
+        self._end_sends(self._arrived.get(action, ()))
 
-def _wait(works: list[Work]) -> None:
-    while works:
-        works.pop(0).wait()
+    def _end_sends(self, sends: Iterable[Action]) -> None:
+        for send in sends:
+            for work, _ in self._sending.pop(send, ()):
+                work.settle()
 
 
 def _differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -264,5 +280,5 @@ def _differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gradients(received: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of what a stage received; zero for what it did not use."""
+    """The gradients of the tensors that a stage received; zeros for those that it did not use."""
     return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received]

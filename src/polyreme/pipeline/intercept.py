@@ -1,6 +1,6 @@
-"""A model's own forward, in which the calls of its blocks go somewhere else.
+"""Runs a model's own forward with the calls of its blocks redirected to a function.
 
-Invariant: afterwards, and also after an error, the model is as it was; meanwhile its module tree has the same
+Invariant: afterwards, also after an error, the model is as it was; meanwhile its module tree has the same
 names. No communication."""
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from polyreme.errors import ModelError
 from polyreme.models.huggingface import tensors_in
 from polyreme.pipeline.placeholders import StandIn, output_of
 
+ENTERS = "_enters"
+"""The attribute of a block that changes its first argument's shape: the function by which it does."""
 Through = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """A function of (n, block, args, kwargs), called in place of the n-th block."""
 
 
 class _Intercept(nn.Module):
-    """Stands in a block's place during a stage's forward, so that a block of another stage is not called and
-    its hooks do not run."""
+    """A module in a block's place during a stage's forward, so that a block of another stage is not called
+    and its hooks do not run."""
 
     def __init__(
         self,
@@ -40,7 +42,7 @@ class _Intercept(nn.Module):
 
     @property
     def _parameters(self) -> dict[str, Any]:
-        """The block's, by their names in it, so that what goes over all parameters does not pass it over;
+        """The block's parameters, by their names in it, so that loops over all parameters find them;
         stand-ins for those of other stages."""
         block, absent = self.__dict__["_block"], self.__dict__["_absent"]
         found = dict(block.named_parameters(remove_duplicate=False))
@@ -55,7 +57,7 @@ class _Intercept(nn.Module):
 
     @_parameters.setter
     def _parameters(self, value: object) -> None:
-        """nn.Module's, which are none."""
+        """Ignore the empty dict that nn.Module assigns."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._through(self._block, args, kwargs)
@@ -65,8 +67,8 @@ class _Intercept(nn.Module):
 
 
 class _InterceptOfSeveral(_Intercept):
-    """In the place of a block that has its parts by number (nn.Sequential): what Python looks for in classes
-    alone."""
+    """A module in the place of a block with numbered children (nn.Sequential): Python looks up these methods
+    on classes only."""
 
     def __getitem__(self, key: Any) -> Any:
         return self._block[key]
@@ -80,7 +82,8 @@ class _InterceptOfSeveral(_Intercept):
 
 @contextmanager
 def wrapped(model: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Make the model's forward `wrapper(its forward, ...)` meanwhile, inside its hooks."""
+    """Replace the model's forward, inside of the context, by `wrapper(its forward, ...)`; its hooks still
+    run."""
     own = vars(model).get("forward")
     model.forward = partial(wrapper, model.forward)
     try:
@@ -92,7 +95,7 @@ def wrapped(model: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
 
 
 Intercepts = dict[tuple[int, nn.Module], _Intercept]
-"""What stands in the blocks' places, by place and block."""
+"""The modules in the blocks' places, by place and block."""
 
 
 @contextmanager
@@ -103,9 +106,9 @@ def intercepted(
     made: Intercepts | None = None,
     mine: Container[int] | None = None,
 ) -> Iterator[None]:
-    """Send a call of the n-th block meanwhile to `through(n, block, args, kwargs)`. `made`, if given, is kept
-    from one time to the next, with the same `through`. mine: numbers of the blocks that a stage has; all by
-    default."""
+    """Redirect, inside of the context, calls of the n-th block to `through(n, block, args, kwargs)`. made:
+    keeps the modules for the next time, with the same `through`. mine: numbers of the blocks that a stage
+    has; all by default."""
     modules = model.get_submodule(owner)._modules
     blocks = {name: block for name, block in modules.items() if block is not None}
     made = {} if made is None else made
@@ -123,8 +126,8 @@ def intercepted(
 
 
 def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Any]:
-    """The argument that goes from block to block: the first that holds a floating-point tensor, or else the
-    first."""
+    """Find the argument that goes from block to block: the first with a floating-point tensor, else the
+    first. Returns its position or name, and its value."""
     found: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     if not found:
         raise ModelError("a block is called without arguments: a pipeline cannot send it anything")
@@ -134,12 +137,12 @@ def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | st
     )
 
 
-# ---- what blocks take and return
+# ---- the outputs of blocks
 
 
 class Leaf(Enum):
-    """Kinds of what a block returns: its new hidden states, another tensor, or anything else, for which None
-    is good enough."""
+    """The kind of one value in a block's output: its new hidden states, another tensor, or anything else, for
+    which None is good enough."""
 
     HIDDEN = 1
     TENSOR = 2
@@ -148,7 +151,7 @@ class Leaf(Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a block returns, where that is not its new hidden states alone: `leaves` in the structure
+    """The form of a block's output that is not just its new hidden states: `leaves` in the structure
     `spec`."""
 
     spec: pytree.TreeSpec
@@ -156,7 +159,7 @@ class Answer:
 
 
 def answer_like(output: Any) -> Answer | None:
-    """What blocks return that return `output`; None for their hidden states alone."""
+    """The form of the block output `output`; None if it is just hidden states."""
     leaves, spec = pytree.tree_flatten(output)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if not tensors or isinstance(output, Tensor):
@@ -169,7 +172,7 @@ def answer_like(output: Any) -> Answer | None:
 
 
 def answer_with(answer: Answer | None, value: Any) -> Any:
-    """`value` in the structure in which blocks return it. Nothing else that they return is known."""
+    """Return a block output of this form with `value` as hidden states, and placeholders for the rest."""
     if answer is None:
         return value
     unknown = {Leaf.TENSOR: output_of("a block beside its hidden states", torch.zeros(())), Leaf.NONE: None}

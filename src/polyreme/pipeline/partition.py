@@ -1,13 +1,13 @@
-"""Cutting a model into pipeline stages, without renaming or rewriting anything in it: which stage has what,
-and leaving it that.
+"""Cuts a model into pipeline stages, without renaming or rewriting anything in it: chooses the parameters of
+each stage, and removes the others.
 
-A stage is a range of the model's blocks. Cuts lie where a block's first argument is: what the model computes
-from there to the first argument of another stage's first block belongs to the stage; so the first stage has
-what comes before the blocks, the last what comes after. `stage` runs one.
+A stage is a range of the model's blocks. Cuts lie at the first argument of a block: a stage computes
+everything from the first argument of its first block to that of the next stage's; so the first stage also has
+the layers before the blocks, and the last those after them. `stage` runs one.
 
-Invariant: the module tree and the names of what is left in it are the whole model's. A parameter of other
-stages is a *placeholder*: a plain tensor of the same shape, all of whose elements are one zero in memory. No
-communication: every rank makes the same plan of the same model."""
+Invariant: the module tree and the names in it are those of the whole model. A parameter of another stage is
+replaced by a placeholder, a tensor of the same shape whose elements are all one zero in memory. No
+communication: every rank cuts the same model in the same way."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from polyreme.pipeline.placeholders import StandIn, follow, mark, placeholder
 
 @dataclass(frozen=True)
 class PipelinePartition:
-    """Which stage has what; the same on every rank.
+    """The blocks, parameters and buffers of each stage; the same on every rank.
 
     owner: name of the list of blocks; "" for an nn.Sequential that is the model.
     blocks: names of the blocks, in order; stage i has those from bounds[i] to bounds[i + 1].
-    stages_of: every name of a parameter or buffer, and the stages that have it. (Buffers outside the blocks
-        are everywhere, but only on those stages do they take part.)
-    tied: the parameters that several stages have, by first name. Each stage has a copy, under all its names;
-        their gradients are summed. A copy without a gradient counts as zero.
-    answer: see `intercepted.Answer`; None where blocks return their new hidden states.
+    stages_of: the stages that have each parameter and buffer, by all its names. (Buffers outside the blocks
+        are on every stage, but used only on these.)
+    tied: the stages of parameters that several stages have, by first name. Each stage has a copy, under all
+        its names; their gradients are summed. A copy without a gradient counts as zero.
+    answer: the form of a block's output, see `Answer`; None where blocks return just their hidden states.
     """
 
     owner: str
@@ -84,19 +84,18 @@ def partition_model(
     costs: Sequence[float] | None = None,
     memory: bool = False,
 ) -> PipelinePartition:
-    """Cut `model` (real, or on the meta device; it is not changed) into `stages`, each a range of at least
-    one block.
+    """Plan to cut `model` (real, or on the meta device; it is not changed) into `stages`, each a range of at
+    least one block.
 
-    counts: blocks of each stage; by default the most expensive stage is made as cheap as can be.
-    costs: of each block, such as `stage.measure` finds; by default the number of parameters that it
+    counts: blocks of each stage; by default the most expensive stage is made as cheap as possible.
+    costs: of each block, such as `profile.measure` returns; by default the number of parameters that it
     multiplies by.
-    memory: take as a block's cost the number of all its parameters instead.
-    A Hugging Face model is called, on a few numbers and without memory for its parameters, to see which of
-    them come before the blocks and which after; in others those registered before the blocks come before
-    them.
+    memory: use the number of all its parameters as a block's cost instead. A Hugging Face model is called on
+    a small input, without memory for its parameters, to see which of them it uses before the blocks and which
+    after; in other models the order of registration tells.
 
     Raises ModelError for a model without blocks or with fewer than stages, that skips blocks, or whose loss
-    or output takes something from all of them, and for `counts` that do not fit it."""
+    or output needs values of all blocks; and for `counts` that do not fit."""
     if stages < 1:
         raise ModelError(f"a model cannot be cut into {stages} stages: mesh.pp must be at least 1")
     if stages == 1:
@@ -119,8 +118,8 @@ def partition_model(
 
 
 def blocks_in(model: nn.Module) -> dict[str, nn.Module]:
-    """What can be divided over stages: the elements of the model's list of blocks by name, those without
-    parameters, too."""
+    """Return the blocks that are divided over stages: the elements of the model's list of blocks by name,
+    including those without parameters. Raises ModelError for a block that is there twice."""
     owner = pipeline_list(model)
     prefix = owner + "." if owner else ""
     found = {
@@ -162,8 +161,8 @@ def _bounds(
 
 
 def _balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Bounds that make the most expensive of the ranges as cheap as can be, and among those, all of them as
-    even as can be."""
+    """The bounds for which the most expensive range is as cheap as possible, and then all are as even as
+    possible."""
     total = [0.0, *accumulate(costs)]
 
     def best(
@@ -186,17 +185,19 @@ def _balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     return bounds
 
 
-# ---- which parameters come before the blocks, and which after
+# ---- which parameters are used before the blocks, and which after
 
 Phase = Literal["before", "between", "after"]
 
 
 @dataclass
 class _Seen:
-    """What a trial forward showed. uses: by `id` of a parameter or buffer outside the blocks."""
+    """The findings of a trial forward. uses: when each parameter or buffer outside the blocks is used, by
+    `id`.
+    reached: it came to the first block. complete: it came to its end."""
 
     uses: dict[int, set[Phase]] = field(default_factory=lambda: defaultdict(set))
-    reached: bool = False  # the first block
+    reached: bool = False
     complete: bool = False
     answer: Answer | None = None
 
@@ -213,12 +214,16 @@ def _named(model: nn.Module) -> tuple[list[tuple[list[str], Tensor]], list[tuple
 
 
 class _Use:
-    """Which parameters belong to which block, or before or after all blocks."""
+    """The place of each parameter and buffer: in blocks, or before, between or after them."""
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], seen: _Seen) -> None:
         self._parameters, self._buffers = _named(model)
         self._block_of = {
-            f"{name}.{leaf}": i for i, (name, block) in enumerate(blocks.items()) for leaf in _leaves(block)
+            f"{name}.{leaf}": i
+            for i, (name, block) in enumerate(blocks.items())
+            for kind in _named(block)
+            for leaves, _ in kind
+            for leaf in leaves
         }
         self._count, self._seen = len(blocks), seen
         self._tables = {
@@ -235,7 +240,7 @@ class _Use:
         }
 
     def phases(self, names: Sequence[str], tensor: Tensor) -> set[Phase]:
-        """The times at which the forward uses a tensor outside the blocks."""
+        """The phases of a forward in which a tensor is used outside the blocks."""
         outside = [name for name in names if name not in self._block_of]
         if not outside:
             return set()
@@ -243,15 +248,16 @@ class _Use:
         if self._seen.complete:
             if uses or len(outside) < len(names):
                 return uses
-            # a tower, of which texts need nothing, is before its language model
+            # such as an image tower, which a sample of texts does not use: before its language model
             return {"after"} if self._early.isdisjoint(outside) else {"before"}
         if self._seen.reached:  # all uses before the blocks are known
             return uses | ({"after"} if not uses or len(outside) > 1 else set())
         return {"before" if name in self._early else "after" for name in outside}
 
     def numels(self, tables: bool) -> list[int]:
-        """Parameters of each block; of the first and the last with those before and after. Without `tables`,
-        an embedding before the blocks, of which a forward only takes rows, is left out."""
+        """The number of parameters of each block, with those before the blocks for the first, and those after
+        for the last. Without `tables`, embeddings before the blocks are left out, as they are only looked
+        up."""
         found = [0] * self._count
         for names, tensor in self._parameters:
             phases = self.phases(names, tensor)
@@ -265,7 +271,7 @@ class _Use:
     def stages_of(
         self, bounds: Sequence[int]
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """The stages of every name, and of the parameters that have several, for `PipelinePartition`."""
+        """`PipelinePartition.stages_of` and `.tied` for these bounds."""
         stages = len(bounds) - 1
         stage_of = [stage for stage, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
         where: dict[Phase, set[int]] = {"before": {0}, "between": set(range(stages)), "after": {stages - 1}}
@@ -281,19 +287,15 @@ class _Use:
         return found, tied
 
 
-def _leaves(module: nn.Module) -> list[str]:
-    return [name for kind in _named(module) for names, _ in kind for name in names]
-
-
 def _stand_ins(model: nn.Module, owner: str, first: str) -> tuple[dict[str, Tensor], dict[int, int]]:
-    """Placeholders for the model's tensors, by name, that take no memory, but for the blocks in `owner` that
-    are not `first`; and by the id of each that is outside of the blocks the id of its tensor."""
+    """Placeholders for the model's tensors, by name, but for those of blocks in `owner` other than `first`;
+    and, for those outside of the blocks, the id of the tensor by the id of its placeholder."""
     parameters, buffers = _named(model)
     stand_ins: dict[str, Tensor] = {}
     watched: dict[int, int] = {}
     for names, tensor in (*parameters, *buffers):
         if all(name.startswith(owner + ".") and not name.startswith(first + ".") for name in names):
-            continue  # only of the blocks that are not run
+            continue  # used only in blocks that are not run
         if isinstance(tensor, nn.Parameter):
             stand_in = placeholder(tensor, torch.device("cpu"), tensor.dtype)
         elif tensor.device.type == "cpu":
@@ -307,9 +309,9 @@ def _stand_ins(model: nn.Module, owner: str, first: str) -> tuple[dict[str, Tens
 
 
 def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module]) -> _Seen:
-    """Run `model` on placeholder parameters, and from the first block on without computing anything at all,
-    as far as it goes; of the blocks only the first. A model that does not go through to the end shows less,
-    and a block that does not (it looks at numbers) is taken to return its hidden states alone."""
+    """Run `model` on placeholder parameters, from the first block on with fake tensors; only the first block
+    is called. A forward that fails on the way shows less, and a block that fails (as it reads numbers) is
+    taken to return just its hidden states."""
     seen = _Seen()
     if (inputs := sample_inputs(model)) is None:
         return seen
@@ -339,7 +341,7 @@ def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module]) -> _
         modes.enter_context(watch)
         modes.callback(setattr, log, "disabled", log.disabled)  # it reports what fails here as an error
         log.disabled = True
-        # whatever a forward raises that meets placeholder or fake tensors
+        # a forward may raise anything where it meets placeholders or fake tensors
         with suppress(Exception):
             functional_call(model, stand_ins, (), kwargs, tie_weights=False)
             seen.complete = watch.phase == "after"
@@ -347,7 +349,8 @@ def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module]) -> _
 
 
 class _Watch(TorchFunctionMode):
-    """Notes which tensors are computed with, and when."""
+    """Records which tensors are used in which phase. watched: the id of each tensor, by the id of its
+    placeholder."""
 
     def __init__(self, watched: Mapping[int, int], uses: dict[int, set[Phase]]) -> None:
         super().__init__()
@@ -356,14 +359,14 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if tensors_in(result):  # not a look at a shape or a dtype
+        if tensors_in(result):  # reading a shape or dtype returns none
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if id(leaf) in self._watched:
                     self._uses[self._watched[id(leaf)]].add(self.phase)
         return result
 
 
-# ---- leaving a stage's part of a model
+# ---- removing other stages' parameters
 
 
 def keep_stages(
@@ -373,23 +376,23 @@ def keep_stages(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> set[str]:
-    """Take from `model`, real or meta, what none of `stages` has: parameters, and the buffers of other
-    stages' blocks. Returns the names of the parameters and buffers that are left.
+    """Replace by placeholders, in `model`, real or meta, the parameters that none of `stages` has, and the
+    buffers of other stages' blocks. Returns the names of the parameters and buffers that stay.
 
-    device, dtype: where the stage computes, and in what; by default those of the parameters.
+    device, dtype: those in which the stage computes; by default those of the parameters.
     """
-    mine = set(stages)
+    own = set(stages)
     absent = tuple(
         name + "."
         for s in range(partition.stages)
-        if s not in mine
+        if s not in own
         for name in partition.blocks[partition.bounds[s] : partition.bounds[s + 1]]
     )
     parameters, buffers = _named(model)
     left: set[str] = set()
     for names, tensor in (*parameters, *buffers):
         is_buffer = not isinstance(tensor, nn.Parameter)
-        if mine & set(partition.stages_of[names[0]]) or (
+        if own & set(partition.stages_of[names[0]]) or (
             is_buffer and not all(name.startswith(absent) for name in names)
         ):
             left.update(names)
@@ -416,10 +419,10 @@ def keep_stages(
 def layers(
     items: Sequence[nn.Module | Callable[[], nn.Module]],
 ) -> nn.Sequential | Callable[[], nn.Sequential]:
-    """A model that is a list of layers, each called with what the one before returned: an nn.Sequential of
-    them, or, if some are functions without arguments that build a layer, a function that builds it.
-    `zero.deferred.record` calls that without memory for the parameters, of which a stage then makes those
-    that it has. Raises ModelError for an item that is neither."""
+    """Make a model of a list of layers, each called with the output of the one before: an nn.Sequential; or,
+    if some items are functions without arguments that build a layer, a function that builds the
+    nn.Sequential. `initialize` calls such a function without memory for parameters, and each stage then makes
+    its own. Raises ModelError for an item that is neither."""
     for index, item in enumerate(items):
         if not callable(item):
             raise ModelError(

@@ -1,10 +1,10 @@
-"""Placeholders, on a stage, for what other stages have: parameters, and outputs of blocks that are not run.
+"""Placeholders on a stage for the parameters and block outputs of other stages.
 
-Invariant: a stand-in has shape, dtype and device of what it stands for, and no numbers that mean anything.
-What floats of it requires grad, so that whatever is computed from it with gradients on can be told by its
-graph. What has no record in a graph is a stand-in itself. What a user asks of its numbers raises ModelError,
-and so does what a forward asks without a record once it is at the stage's own blocks, or a loss. No
-communication."""
+Invariant: a stand-in has the shape, dtype and device of the tensor that it stands for, and meaningless
+numbers. Floating-point stand-ins require grad, so that autograd's graph shows whatever is computed from them.
+A result without a record in the graph is a stand-in itself. Reading the numbers of a stand-in raises
+ModelError outside of a stage's forward; so does, inside, computing with one without a record once the stage's
+own blocks, or a loss, are reached. No communication."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from polyreme.models import tensor_access
 
 
 def placeholder(like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor of the shape of `like` that takes the memory of one element."""
+    """Return a tensor of zeros in the shape of `like` that takes the memory of one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(like.shape)
 
 
 class _Running(threading.local):
-    """What runs in this thread. stages: how many, which may compute with stand-ins; counts: one of them has
-    come to its own blocks, from where on nothing of other stages is right."""
+    """The stages that run in this thread. stages: their number; inside of them stand-ins may be computed
+    with.
+    counts: one of them has reached its own blocks, after which no value of other stages may be used."""
 
     stages = 0
     counts = False
@@ -38,9 +39,9 @@ RUNNING = _Running()
 
 
 class StandIn(Tensor):
-    """The class of what stands in for a parameter or buffer of another stage, `of` this name, and of what is
-    computed from one where autograd has no record of it. forbidden: no stage computes with it. recorded:
-    autograd tells what is computed from it. trained: that stage trains it."""
+    """A stand-in for a parameter or buffer of another stage, or a tensor computed from one without a record
+    in autograd's graph. of: the name of that parameter or buffer. forbidden: no forward may use it. recorded:
+    autograd's graph shows what is computed from it. trained: its stage trains it."""
 
     of: str
     forbidden: bool
@@ -52,7 +53,7 @@ class StandIn(Tensor):
     def make(
         cls, like: Tensor, of: str, forbidden: bool, device: torch.device, dtype: torch.dtype | None = None
     ) -> StandIn:
-        """One for `like`, of which another stage has the numbers."""
+        """Make a stand-in for `like`, whose numbers another stage has."""
         made = placeholder(like, device, (dtype if like.is_floating_point() else None) or like.dtype)
         made = made.as_subclass(cls)
         made.is_buffer, made.trained = not isinstance(like, nn.Parameter), like.requires_grad
@@ -79,6 +80,7 @@ class StandIn(Tensor):
             return result
 
     def refuse(self, what: str) -> NoReturn:
+        """Raise ModelError for the function `what`."""
         if RUNNING.counts:
             raise ModelError(f"a stage {COMPUTES.format(f'{what} of {self.of}, which another one has')}")
         raise ModelError(REFUSED.format(what, self.of))
@@ -94,13 +96,14 @@ class StandIn(Tensor):
 
 
 def follow(made: Tensor, of: str, forbidden: bool = False) -> None:
-    """Make `made`, which has no record in a graph of being `of` another stage, a stand-in."""
+    """Turn the tensor `made` into a stand-in without a record in a graph; `of`: the name that it comes
+    from."""
     made.__class__ = StandIn
     vars(made).update(of=of, forbidden=forbidden, recorded=False, is_buffer=not forbidden)
 
 
 INSTEAD = "use optimizer.weight_decay, or set mesh.pp = 1"
-"""What to do in place of a penalty."""
+"""The way out for a penalty over weights."""
 COMPUTES = (
     "computes with {0}: only the blocks' first argument is sent from stage to stage. Cut the model elsewhere "
     "(pipeline.blocks), or have the blocks pass all they need in that argument, and do x + block(x) "
@@ -117,11 +120,11 @@ REFUSED = (
 
 
 Absent = list[tuple[dict[str, Any], str, StandIn]]
-"""Where a model has stand-ins for parameters: a module's parameters, and a name among them."""
+"""The stand-ins for parameters in a model: each with its module's dict of parameters, and its name there."""
 
 
 def absent(model: nn.Module) -> Absent:
-    """What `shown` shows of `model`."""
+    """List the stand-ins for parameters in `model`."""
     return [
         (module._parameters, name, value)
         for module in model.modules()
@@ -132,8 +135,8 @@ def absent(model: nn.Module) -> Absent:
 
 @contextmanager
 def shown(found: Absent) -> Iterator[None]:
-    """Have `parameters()` and the like yield the stand-ins, too, so that what goes over all parameters counts
-    them, or meets one."""
+    """Make `parameters()` and the like yield the stand-ins, too, inside of the context, so that code over all
+    parameters counts them, or is refused."""
     for parameters, name, value in found:
         parameters[name] = value
     try:
@@ -144,26 +147,26 @@ def shown(found: Absent) -> Iterator[None]:
 
 
 def mark(tensor: Tensor, what: str) -> None:
-    """Make `tensor` one that `foreign` finds in what is computed from it."""
+    """Mark `tensor`, so that `foreign` finds tensors that are computed from it."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.requires_grad_()
         tensor._of_another_stage = what  # type: ignore[attr-defined]
 
 
 def is_marked(value: object) -> bool:
-    """Whether it is a tensor that `mark` marked."""
+    """Whether `value` is a tensor that `mark` marked."""
     return isinstance(value, Tensor) and hasattr(value, "_of_another_stage")
 
 
 def output_of(name: str, tensor: Tensor) -> Tensor:
-    """A placeholder for an output of `name`, which this stage does not run."""
+    """Return a marked placeholder for an output of `name`, which this stage does not run."""
     tensor = tensor.detach()
     mark(tensor, f"an output of {name}, which another stage runs")
     return Alias.apply(tensor)
 
 
 def foreign(outputs: Iterable[Tensor]) -> str | None:
-    """What of another stage `outputs` were computed from."""
+    """Say which tensor of another stage `outputs` were computed from; None if from none."""
     todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     known = set(todo)
     while todo:
@@ -177,7 +180,8 @@ def foreign(outputs: Iterable[Tensor]) -> str | None:
 
 
 class Alias(torch.autograd.Function):
-    """The same numbers in a tensor that is neither a leaf nor a view, so that a model may write to it."""
+    """Identity in the same memory. The result is neither a leaf nor a view, so that a model may write to
+    it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

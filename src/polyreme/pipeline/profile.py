@@ -1,6 +1,6 @@
-"""How long each block of a model takes, to balance stages by.
+"""Measures how long each block of a model takes, so that stages can be balanced.
 
-Invariant: the model is left as it was. No communication: one rank measures for all.
+Invariant: the model stays as it was. No communication: one rank measures for all.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from polyreme.pipeline.stage import Stage
 
 
 def measure(model: nn.Module, forward: Callable[[], Any], *, repeats: int = 3) -> list[float]:
-    """Seconds that each block of a whole model takes for forward and backward, the first with what comes
-    before the blocks, the last with what comes after. No gradient is left behind.
+    """Return the seconds that each block of an undivided model takes for forward and backward. The layers
+    before the blocks count to the first, those after them to the last. No gradient is left behind.
 
     forward: calls the model on a batch and returns its output, as in `lambda: model(**batch)`."""
     count = len(blocks_in(model))
@@ -36,7 +36,7 @@ def measure(model: nn.Module, forward: Callable[[], Any], *, repeats: int = 3) -
         return time.perf_counter()
 
     with torch.random.fork_rng(devices=list(devices)):
-        # all blocks in turn, so that what else the machine does slows none of them each time
+        # all blocks in turn, so that other work of the machine does not always slow the same one
         for _ in range(1 + repeats):
             form, tensors = flatten(None)
             for stage, times in timed:
@@ -53,8 +53,8 @@ def measure(model: nn.Module, forward: Callable[[], Any], *, repeats: int = 3) -
 
 
 def block_seconds(model: nn.Module, batch: Mapping[str, Any]) -> list[float]:
-    """The same as `measure`, for a micro-batch that is passed by keywords. If it has labels, the model's own
-    loss counts to the last block."""
+    """Measure as `measure` does, with the model called on a micro-batch by keywords. If it has labels, the
+    model's own loss counts to the last block."""
 
     def forward() -> Any:
         output = model(**training_arguments(model), **batch)
@@ -66,21 +66,21 @@ def block_seconds(model: nn.Module, batch: Mapping[str, Any]) -> list[float]:
 
 def copy_to(
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     model: nn.Module,
     replay: Callable[[Callable[[str, Tensor], None]], None] | None = None,
 ) -> nn.Module:
-    """A copy of `model` on `device`: its parameters in `dtype`, its buffers free to change.
+    """Copy `model` to `device`, with its parameters in `dtype` (None: in their own), and buffers of its own.
 
-    replay: of a model on the meta device, passes each parameter and buffer under its first name to the
-    function that it is given."""
+    replay: for a model on the meta device; calls the function that it is given with the first name and the
+    numbers of each parameter and buffer."""
     own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     copies: dict[int, Any] = {}
 
     def take(name: str, tensor: Tensor) -> None:
         old, numbers = own[name], tensor.detach()
         if isinstance(old, nn.Parameter):
-            numbers = numbers.to(device, dtype if numbers.is_floating_point() else numbers.dtype)
+            numbers = numbers.to(device, dtype if numbers.is_floating_point() else None)
             copies[id(old)] = nn.Parameter(numbers, old.requires_grad)
         else:
             copies[id(old)] = numbers.to(device, copy=True)

@@ -1,13 +1,14 @@
 """A training step as a table: one row of actions per pipeline rank. Pure data; `pipeline.executor` executes a
 row.
 
-Two steps make a table. A rule says in which order a rank computes (`_pattern`, one line for each schedule).
-One function (`_lower`) adds what does not depend on the schedule: messages, reductions and updates.
+A table is made in two steps. A rule gives the order in which a rank computes (`_pattern`, one line for each
+schedule). One function (`_lower`) adds the actions that are the same for all schedules: messages, reductions
+and updates.
 
-Invariant: every row of a built table is a part of one order of the whole step. Messages between two ranks
-therefore stand in the same order in both rows, in both directions together, and no row waits in a circle,
-even if every send and receive waited for its other end. `check` refuses a table that does not have this
-property, or that is incomplete."""
+Invariant: all rows of a built table follow one order of the whole step. Messages between two ranks therefore
+have the same order in both rows, in both directions together, and rows never wait for each other in a circle,
+even if every send and receive waited for its other end. `check` refuses a table without this property, or an
+incomplete one."""
 
 from __future__ import annotations
 
@@ -23,22 +24,22 @@ from polyreme.errors import PolyremeError
 Op = Literal["F", "B", "W", "SA", "RA", "SG", "RG", "R", "U"]
 """F forward, B backward (where the row has its W: the gradients of the inputs only), W gradients of the
 weights. SA, RA send and receive activations; SG, RG send and receive their gradients: sends begin and do not
-wait; receives are posted, and the F or B that uses what comes waits for it. R reduce (what of a stage's
-gradients is not reduced yet), U update."""
+wait; receives are posted, and the F or B that needs the value waits for it. R reduce (the rest of a stage's
+gradients), U update."""
 
 NAMES: tuple[Name, ...] = get_args(Name)
 TRANSFER = 0.25
-"""How long a message takes where receives are placed, in forwards of a stage. A receive is posted before the
-action during which its message would begin to pass, so that the transfer hides behind that action: a step
-takes about 5% longer at worst than if every receive were posted at the start, while a rank has no more than
-two that wait (zb-v and 1f1b-w: three, interleaved on 16 ranks: five)."""
+"""The time that a message is taken to need when receives are placed, in forwards of a stage. A receive is
+posted before the action during which its message would begin to pass, so that the transfer hides behind that
+action. A step takes at most about 5% longer than if every receive were posted at the start, while a rank has
+no more than two receives posted (zb-v and 1f1b-w: three, interleaved on 16 ranks: five)."""
 
 
 class Action(NamedTuple):
     """One cell of the table; prints as "2F0": stage 2, forward, micro-batch 0.
 
-    A send names the stage whose output (SA) or input gradient (SG) is sent, a receive the stage that needs
-    it, a U its rank."""
+    stage: of a send, the stage whose output (SA) or input gradient (SG) is sent; of a receive, the stage that
+    needs it; of a U, the rank."""
 
     op: Op
     stage: int
@@ -51,36 +52,36 @@ class Action(NamedTuple):
 Schedule = tuple[tuple[Action, ...], ...]
 
 MESSAGES: dict[Op, tuple[Op, int]] = {"SA": ("RA", 1), "RA": ("SA", -1), "SG": ("RG", -1), "RG": ("SG", 1)}
-"""Sends and receives, each with its other end and how many stages further that is."""
+"""Sends and receives, each with the op of its other end, and how many stages further that is."""
 
 
 def other_end(message: Action) -> Action:
-    """The receive that belongs to a send, or the send that belongs to a receive."""
+    """Return the receive of a send, or the send of a receive."""
     op, step = MESSAGES[message.op]
     return Action(op, message.stage + step, message.microbatch)
 
 
 def halves(schedule: Sequence[Sequence[Action]]) -> frozenset[Action]:
-    """Every B that computes the gradients of the inputs only, as a W computes those of the weights."""
+    """Return every B that computes the gradients of the inputs only, because its row has the W."""
     return frozenset(action._replace(op="B") for row in schedule for action in row if action.op == "W")
 
 
 def stage_ranks(name: Name, pp: int, virtual: int = 2) -> tuple[int, ...]:
-    """The rank of each stage. Interleaved: `virtual` rounds over the ranks; zb-v: down the ranks and up
-    again; else stage = rank."""
+    """Return the rank of each stage. Interleaved: `virtual` rounds over the ranks; zb-v: down the ranks and
+    up again; else stage = rank."""
     if name == "zb-v":
         return (*range(pp), *reversed(range(pp)))
     return tuple(range(pp)) * (virtual if name == "interleaved" else 1)
 
 
 def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
-    """The table of a step of `microbatches` on `pp` ranks, any number of either; `virtual` stages on each
-    rank if interleaved.
+    """Build the table of a step of `microbatches` on `pp` ranks, any number of either; `virtual` stages on
+    each rank if interleaved.
 
     gpipe: arXiv:1811.06965. 1f1b and interleaved: arXiv:2104.04473. zb-h1: arXiv:2401.10241. zb-v:
     arXiv:2405.15362, two stages a rank. 1f1b-w: 1f1b in which every rank but the last is one more forward
-    ahead, so that none has to wait for a message or for one that takes longer for once, and a stage hands its
-    last gradient on before it computes its weights'. Raises PolyremeError for an unknown name or a number
+    ahead, so that a message, or an action that takes longer for once, delays no other rank; and a stage sends
+    its last gradient on before it computes its weights'. Raises PolyremeError for an unknown name or a number
     that is too small."""
     if name not in NAMES:
         raise PolyremeError(f"there is no schedule {name!r}: choose one of {', '.join(NAMES)}")
@@ -103,8 +104,8 @@ def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
 
 
 def _pattern(name: Name, pp: int, rank: int, m: int, chunks: int) -> str:
-    """A rank's order: each letter is the next of its kind; small letters are zb-v's second stage. Those
-    beyond the last are left out."""
+    """The order of a rank's actions: each letter is the next action with that op; small letters are for
+    zb-v's second stage. Letters beyond the last micro-batch are ignored."""
     after = pp - 1 - rank
     if name == "gpipe":
         return "F" * m + "B" * m
@@ -113,11 +114,8 @@ def _pattern(name: Name, pp: int, rank: int, m: int, chunks: int) -> str:
         return "F" * (after + ahead) + "FB" * m
     if name == "interleaved":
         return "F" * (2 * after + (chunks - 1) * pp) + "FB" * (chunks * (m + pp - 1))
-    if (
-        name == "zb-h1"
-        # weight gradients wait until they fill what would be a bubble, as long as no rank keeps more than the
-        # first
-    ):
+    if name == "zb-h1":
+        # weight gradients wait until they fill a bubble, as long as no rank keeps more than the first
         return "F" * after + "FB" * rank + "FBW" * m + "W" * rank
     rounds = max(m, 2 * pp - 1) - pp
     warmup = "F" * (2 * after + 1) + "fF" * rank + "fbw" * (after + 1)
@@ -125,9 +123,8 @@ def _pattern(name: Name, pp: int, rank: int, m: int, chunks: int) -> str:
 
 
 def _order(pattern: str, stages: Sequence[int], pp: int, microbatches: int, chunks: int) -> Iterator[Action]:
-    """The actions of a pattern. With several chunks, each takes `pp` micro-batches in turn, backward from the
-    last chunk on; a group that the micro-batches do not fill is passed through all the same, without those
-    that are not there."""
+    """Yield the actions of a pattern. Several chunks take turns of `pp` micro-batches, in a backward from the
+    last chunk on; in the last turn, micro-batches that do not exist are left out."""
     turns: Counter[str] = Counter()
     for letter in pattern:
         group, index = divmod(turns[letter], pp * chunks)
@@ -140,8 +137,8 @@ def _order(pattern: str, stages: Sequence[int], pp: int, microbatches: int, chun
 
 
 def _join(order: Sequence[Action], ranks: Sequence[int]) -> tuple[Action, ...]:
-    """A B and its W in one go, where nothing comes between them and no other rank waits for what the B
-    gives."""
+    """Join a B and its W to a whole backward, where no action is between them and no other rank waits for the
+    B's gradient."""
     joined = {
         after
         for action, after in pairwise(order)
@@ -154,10 +151,10 @@ def _join(order: Sequence[Action], ranks: Sequence[int]) -> tuple[Action, ...]:
 
 
 def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule:
-    """The whole table: actions one by one in the order in which they would end, and each message into both
-    rows when its sender ends.
+    """Build the whole table: enter actions in the order in which they would end, and each message into both
+    rows when its sender's action ends.
 
-    A reduction follows the last backward part of its stage.
+    A reduction follows the last backward action of its stage.
     """
     halved = halves(orders)
     lasts = {
@@ -169,8 +166,8 @@ def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule
     free = [0.0] * len(orders)
 
     def end(rank: int) -> float:
-        """The time at which the next action of a rank would end; infinite, if there is none or what it needs
-        has not been computed yet."""
+        """The time at which the next action of a rank would end; infinite if there is none, or its input is
+        not computed yet."""
         if not todo[rank]:
             return inf
         action = todo[rank][0]
@@ -194,7 +191,7 @@ def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule
             rows[ranks[message.stage]].append(message)
         if action == lasts[action.stage]:
             rows[rank].append(Action("R", action.stage))
-        for each in {rank, *ranks[max(action.stage - 1, 0) : action.stage + 2]}:  # nobody else's changes
+        for each in {rank, *ranks[max(action.stage - 1, 0) : action.stage + 2]}:  # no other rank's changes
             nexts[each] = end(each)
     return tuple((*row, Action("U", rank)) for rank, row in enumerate(rows))
 
@@ -209,8 +206,7 @@ def _source(action: Action, stages: int) -> Action | None:
 
 
 def _message(action: Action, ranks: Sequence[int]) -> tuple[Action, ...]:
-    """The send that follows an action and the receive that belongs to it; nothing, unless another rank needs
-    what the action gives."""
+    """The send after an action, and its receive; nothing unless another rank needs the action's result."""
     to = action.stage + {"F": 1, "B": -1}.get(action.op, 0)
     if to in (-1, len(ranks)) or ranks[to] == ranks[action.stage]:
         return ()
@@ -222,13 +218,12 @@ def _message(action: Action, ranks: Sequence[int]) -> tuple[Action, ...]:
 
 
 def check(schedule: Schedule, microbatches: int) -> None:
-    """Raise PolyremeError, naming row, action and reason, unless the table is a whole step that cannot stop
-    half-way.
+    """Raise PolyremeError, with row, action and reason, unless the table is a whole step without deadlock.
 
-    Complete: every micro-batch forward, then backward (then its W, if any) once at every stage, each output
-    sent to where it is needed and received before it is used, every stage reduced after its last backward,
-    every row ended by its update. No deadlock: it runs to the end even if every send waited for its receive
-    and every receive for its send, so all the more with sends and receives that do not."""
+    Whole: at every stage each micro-batch has a forward, then a backward (then its W, if any); each result is
+    sent to the rank that needs it, and received before it is used; every stage is reduced after its last
+    backward; every row ends with its update. No deadlock: the step would end even if every send waited for
+    its receive, and every receive for its send."""
     ranks = _stage_rows(schedule)
     for rank, row in enumerate(schedule):
         _check_row(rank, row, ranks, microbatches)
@@ -251,7 +246,7 @@ def _stage_rows(schedule: Schedule) -> list[int]:
 
 
 def _check_row(rank: int, row: Sequence[Action], ranks: Sequence[int], microbatches: int) -> None:
-    """One row by itself: complete, nothing twice, and everything after what it needs."""
+    """Check one row by itself: it is complete, has no action twice, and each after those that it needs."""
     needs = _needs(rank, ranks, microbatches, halves([row]))
     present = frozenset(row)
     if lacking := [action for action in needs if action not in present]:
@@ -273,7 +268,7 @@ def _check_row(rank: int, row: Sequence[Action], ranks: Sequence[int], microbatc
 def _needs(
     rank: int, ranks: Sequence[int], microbatches: int, halved: Collection[Action]
 ) -> dict[Action, list[Action]]:
-    """Every action that a row must have, and what must come earlier in the same row."""
+    """Every action that a row must have, with those that must come earlier in the same row."""
     needs: dict[Action, list[Action]] = {}
     for stage in [stage for stage, owner in enumerate(ranks) if owner == rank]:
         for i in range(microbatches):
@@ -292,11 +287,12 @@ def _needs(
 
 
 def _check_messages(schedule: Schedule, ranks: Sequence[int]) -> None:
-    """Run the rows side by side, each message when both of its ends are next."""
+    """Run the rows side by side, each message when both of its ends are next. Raises PolyremeError where all
+    rows wait."""
     at = [0] * len(schedule)
 
     def advance(rank: int) -> bool:
-        """Whether a row got on by one action."""
+        """Perform the next action of a row; False if it must wait, or the row is at its end."""
         if at[rank] == len(schedule[rank]):
             return False
         action = schedule[rank][at[rank]]
@@ -323,8 +319,8 @@ def _check_messages(schedule: Schedule, ranks: Sequence[int]) -> None:
 
 
 def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -> int:
-    """What a rank keeps at once, at most, from forwards whose backward has not ended (with W: whose W has
-    not): a number of micro-batches, or the sum of `size`, one number for each stage."""
+    """Return the most that a rank keeps at once of forwards whose backward has not ended (with W: whose W has
+    not): a number of micro-batches, or the sum of their `size`, given for each stage."""
     halved = halves([row])
     in_flight = peak = 0
     for action in row:
@@ -334,8 +330,24 @@ def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -
     return peak
 
 
+def arrivals(schedule: Schedule, rank: int, ranks: Sequence[int]) -> dict[Action, list[Action]]:
+    """Return the sends of a row that have arrived when a message comes that their receiver sent later, by the
+    F or B that needs that message. ranks: of each stage."""
+    found: dict[Action, list[Action]] = {}
+    for row in schedule:
+        used: list[Action] = []
+        for action in row:
+            source = _source(action, len(ranks))
+            if source is not None and ranks[source.stage] == rank:
+                used += _message(source, ranks)[:1]
+            elif action.op in ("SA", "SG") and ranks[(end := other_end(action)).stage] == rank:
+                found[end._replace(op="F" if end.op == "RA" else "B")] = used
+                used = []
+    return found
+
+
 def next_backwards(row: Sequence[Action]) -> dict[Action, tuple[int, int] | None]:
-    """The stage and micro-batch of the first backward behind each forward and each backward of `row`."""
+    """Return the stage and micro-batch of the first backward after each F and B of `row`."""
     found: dict[Action, tuple[int, int] | None] = {}
     coming: tuple[int, int] | None = None
     for action in reversed(row):

@@ -1,8 +1,9 @@
-"""How long a step takes and what it keeps, from its table and the cost of each action. Pure arithmetic.
+"""Computes how long a step takes, and how many activations it keeps, from its table and the cost of each
+action. Pure arithmetic.
 
-Invariant: the result follows from the table and the costs alone. A rank computes one action after another and
-waits only for what the next one needs; messages pass meanwhile, each from when both of its ends are posted,
-and do not slow each other down."""
+Invariant: the result depends only on the table and the costs. A rank computes one action after another, and
+waits only for the messages that the next one needs; messages pass meanwhile, each from when both of its ends
+are posted, and do not slow each other down."""
 
 from __future__ import annotations
 
@@ -20,32 +21,36 @@ RECEIVED: dict[Op, Op] = {"F": "RA", "B": "RG"}
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions cost, in any unit of time.
+    """The costs of actions, in any unit of time.
 
-    duration: of one action of (op, stage), or of the very Action, which comes first; of those left out, none.
+    duration: of each action of (op, stage), or of one Action, which has precedence; 0 for those left out.
     transfer: of one message, from when both ends are posted.
-    activations: bytes that a stage keeps of one micro-batch between forward and backward, one number for each
-    stage."""
+    activations: bytes that each stage keeps of one micro-batch between forward and backward."""
 
     duration: Mapping[tuple[Op, int] | Action, float]
     transfer: float = 0.0
     activations: Sequence[int] = ()
 
     def of(self, action: Action) -> float:
-        """How long an action takes."""
+        """The duration of an action."""
         return self.duration.get(action, self.duration.get((action.op, action.stage), 0.0))
+
+    def end(self, action: Action, start: float) -> float:
+        """The time at which an action that begins at `start` ends. Called once for each action, in the order
+        of its row."""
+        return start + self.of(action)
 
     @classmethod
     def even(cls, schedule: Schedule, transfer: float = 0.0) -> Costs:
-        """Forward, backward for the inputs and backward for the weights take 1 each at every stage, a whole
-        backward 2."""
+        """Costs of 1 at every stage for a forward, and for each half of a backward; 2 for a whole
+        backward."""
         time: dict[Op, float] = {"F": 1.0, "B": 2.0, "W": 1.0}
         whole = {(a.op, a.stage): time[a.op] for row in schedule for a in row if a.op in time}
         return cls(whole | dict.fromkeys(halves(schedule), 1.0), transfer)
 
 
 class Cell(NamedTuple):
-    """An action in time; a send or receive from when its message begins to pass until it has arrived."""
+    """An action with its start and end; for a send or receive, of its message's transfer."""
 
     action: Action
     start: float
@@ -54,9 +59,9 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """cells: of each rank, in the order of its row. total: when the last action ends. bubble: of each rank,
-    the fraction of `total` in which it computes nothing. peak: of each rank, micro-batches' activations kept
-    at once, at most; peak_bytes: the same in bytes."""
+    """A step in simulated time. total: when the last action ends. For each rank, cells: in the order of its
+    row; bubble: the fraction of `total` in which it computes nothing; peak: the most micro-batches whose
+    activations it keeps at once; peak_bytes: the same in bytes, None without `Costs.activations`."""
 
     cells: tuple[tuple[Cell, ...], ...]
     total: float
@@ -66,19 +71,18 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """The mean over all ranks."""
+        """The mean bubble of all ranks."""
         return sum(self.bubble) / len(self.bubble)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
-    """Run a table in simulated time. Raises PolyremeError for one that stops half-way (`schedule.check` says
+    """Run a table in simulated time. Raises PolyremeError for one that deadlocks (`schedule.check` says
     why)."""
-    posted: dict[Action, float] = {}  # messages: when their rank came to them
+    posted: dict[Action, float] = {}  # the time at which each message's rank came to it
     cells: list[list[Cell]] = [[] for _ in schedule]
 
     def passes(message: Action) -> tuple[float, float]:
-        """The times from when to when a message is under way; without end if its other end is not posted
-        yet."""
+        """The start and end of a message's transfer; infinite if its other end is not posted yet."""
         start = max(posted[message], posted.get(other_end(message), inf))
         return start, start + costs.transfer
 
@@ -94,7 +98,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
                     start = max(start, passes(receive)[1])
                 if start == inf:
                     break
-                done.append(Cell(action, start, start + costs.of(action)))
+                done.append(Cell(action, start, costs.end(action, start)))
                 moved = True
     if any(len(done) < len(row) for row, done in zip(schedule, cells, strict=True)):
         raise PolyremeError("the schedule stops half-way: check(schedule, microbatches) says where")

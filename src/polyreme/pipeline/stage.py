@@ -1,13 +1,13 @@
-"""Running one stage of a cut model: the model's own forward, from where the stage before ended to where the
-next one begins.
+"""Runs one stage of a cut model: the model's own forward, from the end of the previous stage to the beginning
+of the next one.
 
-Until its first block a stage computes only what does not depend on other stages (masks, positions, rotary
-embeddings); then the block is given what the stage before sent, and at the next stage's first block the
-forward ends.
+Until its first block a stage computes only values that do not depend on other stages (masks, positions,
+rotary embeddings). Its first block gets the value that the previous stage sent, and the forward ends at the
+next stage's first block.
 
-Invariant: what a stage puts out is computed from what it received and from its own parameters. The first
-forward with other arguments than before follows the graph to make sure. No communication: what goes from
-stage to stage is passed in and returned (`pipeline.run` sends it).
+Invariant: a stage's output is computed from the value that it received and from its own parameters. The first
+forward with a new set of arguments follows the graph to make sure. No communication: values are passed in and
+returned (`pipeline.executor` sends them).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
 from polyreme.models.huggingface import tensors_in
-from polyreme.pipeline.intercept import Intercepts, answer_with, argument, intercepted, wrapped
+from polyreme.pipeline.intercept import ENTERS, Intercepts, answer_with, argument, intercepted, wrapped
 from polyreme.pipeline.partition import PipelinePartition
 from polyreme.pipeline.placeholders import (
     COMPUTES,
@@ -40,8 +40,7 @@ from polyreme.pipeline.placeholders import (
 
 
 class Stage:
-    """Stage `index` of `partition`: calls `model`, which may be whole or what `keep_stages` left, as that
-    stage.
+    """Calls `model` as stage `index` of `partition`. The model may be whole, or reduced by `keep_stages`.
 
     Several stages of one rank (interleaved schedules) are several `Stage`s on one model.
     """
@@ -60,23 +59,22 @@ class Stage:
             for path, module in model.named_modules()
             for name in module._buffers
         ]
-        self._checked: dict[Hashable, dict[int, str]] = {}  # by which arguments are given
+        self._checked: dict[Hashable, dict[int, str]] = {}  # by the arguments that are not None
         self._intercepts: Intercepts = {}
 
     def __call__(self, forward: Callable[[], Any], received: Any = None) -> Any:
-        """Call `forward`, in which the model has to be called once, with the whole micro-batch, on every
-        stage alike.
+        """Call `forward`, which must call the model once, with the whole micro-batch, on every stage alike.
 
-        On the last stage the model returns what it always returns; on others, what the next stage has to
-        receive: the first argument of its first block, a tensor or whatever else the model hands from block
-        to block. Its hooks see that as its output.
+        On the last stage the model returns its usual output; on others the value for the next stage: the
+        first argument of its first block, a tensor or whatever the model hands from block to block. The
+        model's hooks see that as its output.
 
-        received: what the stage before returned; nothing on the first. For the backward through a cut see
-        `message.unflatten`.
+        received: the value of the previous stage; None on the first. For the backward through a cut see
+        `activation_spec.unflatten`.
 
         Raises ModelError for a model whose blocks are not called once each, in order (layer drop), or in
-        which something else than the first argument reaches over a cut (skip connections, position biases
-        that only the first block makes)."""
+        which anything but the first argument reaches over a cut (skip connections, position biases that only
+        the first block makes)."""
         self._received, self._next, self.running = received, 0, True
         RUNNING.stages += 1
         try:
@@ -88,10 +86,10 @@ class Stage:
             RUNNING.counts = False
 
     def expected(self, forward: Callable[[], Any]) -> Any:
-        """What the stage before hands on in this `forward`, as `__call__` takes it, but for its numbers: what
-        it has of the right shapes and dtypes is computed with stand-ins. What floats of it requires grad, if
-        gradients are on and something before is trained. Blocks of earlier stages of this rank are taken to
-        return what they are given."""
+        """Compute with stand-ins the value that the previous stage would hand on in this `forward`: its
+        structure, shapes and dtypes are right, its numbers are not. Floating-point tensors require grad if
+        gradients are on and an earlier stage trains any parameter. Blocks of earlier stages of this rank are
+        taken to return their input, or what they make of it before anything else (`intercept.ENTERS`)."""
         names, stages_of = self._partition.blocks, self._partition.stages_of
         before = [each for _, _, each in self._absent if stages_of[each.of][0] < self.index]
         graph = torch.is_grad_enabled() and any(each.trained for each in before)
@@ -101,6 +99,8 @@ class Stage:
             if index == self._first:
                 raise _Cut(value)
             if next(block.parameters(), None) is not None:
+                if (enter := getattr(block, ENTERS, None)) is not None:
+                    value = pytree.tree_map_only(Tensor, enter, value)
                 return answer_with(self._partition.answer, value)
             if graph and index == self._first - 1:
                 with torch.enable_grad():
@@ -124,7 +124,7 @@ class Stage:
                 self.running = False
 
     def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's forward as this stage."""
+        """Run the model's forward as this stage."""
         names = self._partition.blocks
         with (
             intercepted(
@@ -169,7 +169,7 @@ class Stage:
         return output
 
     def _through(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of block `index` by the model."""
+        """Answer the model's call of block `index`."""
         names = self._partition.blocks
         if index != self._next:
             due = names[self._next] if self._next < len(names) else "no block"
@@ -196,16 +196,15 @@ class Stage:
 def _called(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: Any
 ) -> Any:
-    """What the block returns with `value` for the argument `key`."""
+    """Call the block with `value` for the argument `key`."""
     if isinstance(key, int):
         return block(*args[:key], value, *args[key + 1 :], **kwargs)
     return block(*args, **{**kwargs, key: value})
 
 
 def refuse_calls(model: nn.Module, partition: PipelinePartition, stages: Collection[Stage]) -> None:
-    """Have calls of `model`, of what contains its blocks and of what other stages have raise ModelError, but
-    for those of a stage; and its `state_dict()`, pickles and copies, which would have this stage's part
-    alone."""
+    """Make calls outside of a stage raise ModelError, for `model`, modules around its blocks, and modules of
+    other stages; also `state_dict()`, pickling and copying, which would have this stage's tensors only."""
     refusal = _Refusal(stages)
     for name, module in model.named_modules():
         if (
@@ -218,7 +217,7 @@ def refuse_calls(model: nn.Module, partition: PipelinePartition, stages: Collect
 
 
 class _Refusal:
-    """Hooks of a module of which this rank has a part."""
+    """Hooks of a module of which this rank has only its stage."""
 
     def __init__(self, stages: Collection[Stage]) -> None:
         self._stages = stages
@@ -234,7 +233,7 @@ class _Refusal:
             )
 
     def state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if torch._C._is_torch_function_enabled():  # else it is the engine that looks at names
+        if torch._C._is_torch_function_enabled():  # else the engine itself reads the names
             self._refuse(f"state_dict() of {type(module).__name__}")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -1,9 +1,8 @@
-"""A simulated step as a picture: a row for each rank, time to the right, a cell for each action with its
+"""Draws a simulated step: a row for each rank, time to the right, a cell for each action with its
 micro-batch.
 
-Invariant: drawn from the simulation alone; the same simulation gives the same picture. Messages, and actions
-that take no time, are not drawn. Beside each row stand the rank's bubble and how many micro-batches'
-activations it keeps at once."""
+Invariant: the same simulation gives the same picture. Messages, and actions that take no time, are not drawn.
+Beside each row stand the rank's bubble, and the most micro-batches whose activations it keeps at once."""
 
 from __future__ import annotations
 
@@ -31,15 +30,15 @@ COLOURS: dict[Op, tuple[str, str]] = {
     "R": ("#e0d3ee", "#b79ad6"),
     "U": ("#d9d9d9", "#a8a8a8"),
 }
-"""Shades of a rank's first stage, and of its others."""
+"""Colours of each action: on a rank's first stage, and on its others."""
 INK = "#202020"
 
 
 def text(simulation: Simulation, title: str, width: int = 80) -> Text:
-    """The picture for a terminal of `width` columns. The table must have an action that takes time.
+    """Draw the picture for a terminal of `width` columns. The table must have an action that takes time.
 
-    Cells say operation and micro-batch if all have room for both, else the micro-batch, else the operation
-    alone (in small letters for a rank's other stages than its first)."""
+    Cells show operation and micro-batch if all have room for both, else the micro-batch, else the operation
+    (in small letters for other stages than a rank's first)."""
     rows = _drawn(simulation)
     head = [f"rank {rank} " for rank in range(len(rows))]
     tail = [
@@ -68,21 +67,21 @@ def text(simulation: Simulation, title: str, width: int = 80) -> Text:
 
 
 def svg(simulation: Simulation, title: str) -> str:
-    """The picture as the text of an SVG file. The table must have an action that takes time."""
+    """Draw the picture as the text of an SVG file. The table must have an action that takes time."""
     rows = _drawn(simulation)
     left, top, height, gap, right = 64, 52, 26, 4, 132
     usual = median(cell.end - cell.start for row in rows for cell, _ in row)
     scale = min(max(1200 / simulation.total, 16 / usual), 24 / usual)  # pixels in a unit of time
     end, bottom = left + simulation.total * scale, top + len(rows) * (height + gap)
-    parts = [
+    elements = [
         f'<text x="12" y="22" font-size="14">{escape(title)}; bubble {simulation.bubble_fraction:.1%}</text>',
         f'<text x="{end + 12:g}" y="{top - 8}" fill="#666">bubble, keep</text>',
     ]
     for rank, row in enumerate(rows):
         y = top + rank * (height + gap)
-        parts.append(f'<text x="12" y="{y + 17}">rank {rank}</text>')
-        parts.append(f'<rect x="{left}" y="{y}" width="{end - left:g}" height="{height}" fill="#f3f3f3"/>')
-        parts.append(
+        elements.append(f'<text x="12" y="{y + 17}">rank {rank}</text>')
+        elements.append(f'<rect x="{left}" y="{y}" width="{end - left:g}" height="{height}" fill="#f3f3f3"/>')
+        elements.append(
             f'<text x="{end + 12:g}" y="{y + 17}">{simulation.bubble[rank]:.1%}, '
             f"{simulation.peak[rank]}</text>"
         )
@@ -92,29 +91,31 @@ def svg(simulation: Simulation, title: str) -> str:
                 f'x="{x:g}" y="{y}" width="{width:g}" height="{height}" '
                 f'fill="{COLOURS[cell.action.op][shade]}" stroke="#fff"'
             )
-            parts.append(f"<rect {box}><title>{cell.action}</title></rect>")
+            elements.append(f"<rect {box}><title>{cell.action}</title></rect>")
             label = _label(cell, NUMBERS)
             if width > 7 * len(label):
-                parts.append(f'<text x="{x + width / 2:g}" y="{y + 17}" text-anchor="middle">{label}</text>')
+                elements.append(
+                    f'<text x="{x + width / 2:g}" y="{y + 17}" text-anchor="middle">{label}</text>'
+                )
     for i, op in enumerate(_operations(rows)):
         x = left + 140 * i
-        parts.append(f'<rect x="{x}" y="{bottom + 10}" width="14" height="14" fill="{COLOURS[op][1]}"/>')
-        parts.append(f'<text x="{x + 20}" y="{bottom + 21}">{MEANING[op]}</text>')
+        elements.append(f'<rect x="{x}" y="{bottom + 10}" width="14" height="14" fill="{COLOURS[op][1]}"/>')
+        elements.append(f'<text x="{x + 20}" y="{bottom + 21}">{MEANING[op]}</text>')
     view = (
         f'viewBox="0 0 {max(end + right, 640):g} {bottom + 36}" '
         f'font-family="sans-serif" font-size="12" fill="{INK}"'
     )
     background = '<rect width="100%" height="100%" fill="#fff"/>'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {view}>', background, *parts, "</svg>\n"])
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {view}>', background, *elements, "</svg>\n"])
 
 
 Row = list[tuple[Cell, int]]
 BOTH, NUMBERS, LETTERS = range(3)
-"""What cells say: operation and micro-batch, the micro-batch, the operation."""
+"""Kinds of labels of cells: operation and micro-batch, the micro-batch, the operation."""
 
 
 def _drawn(simulation: Simulation) -> list[Row]:
-    """The cells that are drawn, by rank, each with the shade of its stage."""
+    """The cells to draw, by rank, each with the shade of its stage: 0 for the rank's first, 1 for others."""
     rows = []
     for cells in simulation.cells:
         first = min((cell.action.stage for cell in cells if cell.action.op == "F"), default=0)
@@ -134,7 +135,7 @@ def _label(cell: Cell, kind: int) -> str:
 
 
 def _scale(rows: Sequence[Row], total: float, room: int) -> tuple[float, int]:
-    """Columns in a unit of time, and what cells can then say: a label and a space."""
+    """The columns for a unit of time, and the kind of label that fits, with a space, into all cells."""
     cells = [cell for row in rows for cell, _ in row]
     for kind in (BOTH, NUMBERS):
         scale = max((len(_label(cell, kind)) + 1) / (cell.end - cell.start) for cell in cells)

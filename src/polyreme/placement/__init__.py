@@ -1,1 +1,2 @@
-"""Where a model lies: opened, divided over stages, tensor parallelism and ranks, and moved into buckets."""
+"""The placement of a model: opened, divided over stages, tensor parallelism and ranks, and moved into
+buckets."""

@@ -1,7 +1,7 @@
-"""Which parameter is in which bucket of which unit.
+"""The assignment of parameters to buckets, by unit.
 
 Invariant: every distinct parameter is in exactly one bucket, under the first of its names. The result depends
-on the model's names, shapes and dtypes, the recipe, the division and the settings alone, so that it is the
+only on the model's names, shapes and dtypes, the recipe, the division and the settings, so that it is the
 same on every rank of an axis. No memory, no communication."""
 
 from __future__ import annotations
@@ -19,59 +19,62 @@ from polyreme.layout.region import StridedRange, strided_ranges
 from polyreme.optim.groups import Recipe
 from polyreme.placement.blocks import units
 from polyreme.placement.dividing import Division
-from polyreme.placement.parameters import Entry, Names, entries
+from polyreme.placement.parameters import ParameterEntry, ParameterNames, entries
 from polyreme.placement.settings import PlacementSettings
-from polyreme.zero.bucket_spec import BucketSpec, Offloaded
-from polyreme.zero.formats import Formats
+from polyreme.zero.bucket_spec import BucketSpec, Formats, Offloaded
 from polyreme.zero.residency import Residency
 
 
-def specify(
+def bucket_specs(
     model: nn.Module,
     blocks: Iterable[str],
     recipe: Recipe,
     settings: PlacementSettings,
     axis: Axis,
     division: Division,
-) -> Mapping[Names, list[BucketSpec]]:
-    """The buckets of each unit of `model`, by the names of its blocks; the first is the root, of none.
+) -> Mapping[ParameterNames, list[BucketSpec]]:
+    """Return the buckets of each unit of `model`, by the names of its blocks; the first unit is the root,
+    without blocks.
 
-    blocks: those that are gathered for each use. axis: the ranks that share buckets. `division` tells what
-    the parameters are parts of. A pipeline stage may have none, or none to train. Raises as `entries`."""
+    blocks: those gathered for each use. axis: the ranks that share buckets. division: which parameters
+    this rank has, and which slices of them. A pipeline stage may have no buckets, or none to train. Raises as
+    `entries`."""
     found = entries(model, recipe, settings, division)
     members = units(found, blocks, settings.formats.compute, settings.zero.min_bucket)
     first_block = min((entry.at for names, mine in members.items() if names for entry in mine), default=0)
-    specs: dict[Names, list[BucketSpec]] = {}
+    specs: dict[ParameterNames, list[BucketSpec]] = {}
     for names, mine in members.items():
-        of_kind: dict[object, list[Entry]] = defaultdict(list)
+        of_kind: dict[object, list[ParameterEntry]] = defaultdict(list)
         for entry in mine:
-            # those of the root are used either at the beginning of forward or at its end
+            # parameters of the root are used either at the beginning of forward or at its end
             of_kind[entry.kind, entry.at < first_block].append(entry)
         specs[names] = [
-            _spec(part, settings, axis, division)
+            _spec(chunk, settings, axis, division)
             for each in of_kind.values()
-            for part in _by_size(each, settings.zero.bucket_size)
+            for chunk in _by_size(each, settings.zero.bucket_size)
         ]
     return _with_states_off(specs, settings)
 
 
-def _by_size(found: Sequence[Entry], limit: int) -> list[list[Entry]]:
-    """`found` in order, cut into parts of at most `limit` bytes each (a larger tensor is a part by
-    itself)."""
-    groups: list[list[Entry]] = []
+def _by_size(found: Sequence[ParameterEntry], limit: int) -> list[list[ParameterEntry]]:
+    """Cut `found`, in order, into chunks of at most `limit` bytes each. A larger tensor is a chunk by
+    itself."""
+    chunks: list[list[ParameterEntry]] = []
     size = 0
     for entry in found:
         more = entry.bytes_in(entry.dtype)
-        if not groups or size + more > limit:
-            groups.append([])
+        if not chunks or size + more > limit:
+            chunks.append([])
             size = 0
-        groups[-1].append(entry)
+        chunks[-1].append(entry)
         size += more
-    return groups
+    return chunks
 
 
-def _spec(found: Sequence[Entry], settings: PlacementSettings, axis: Axis, division: Division) -> BucketSpec:
-    """A bucket of these parameters, which are of one kind, with its states on the device."""
+def _spec(
+    found: Sequence[ParameterEntry], settings: PlacementSettings, axis: Axis, division: Division
+) -> BucketSpec:
+    """Return a bucket of these parameters, which are of one kind, with its states on the device."""
     assert settings.zero.stage != "auto"
     kind, names = found[0], {entry.name: entry.names for entry in found}
     tensors = [TensorSpec(each.name, tuple(each.parameter.shape), each.group) for each in found]
@@ -82,7 +85,7 @@ def _spec(found: Sequence[Entry], settings: PlacementSettings, axis: Axis, divis
         residency = replace(residency, params="full")
     elif tiers_of(settings.memory.params)[0] != ["device"]:
         offloaded = {"params"}
-    if axis.size == 1:  # its shard is the whole
+    if axis.size == 1:  # one rank holds everything
         residency = Residency("shard" if offloaded else "full", "full", "shard")
     return BucketSpec(
         layout,
@@ -94,19 +97,19 @@ def _spec(found: Sequence[Entry], settings: PlacementSettings, axis: Axis, divis
         else Formats(kind.dtype, kind.dtype, settings.formats.quantized and kind.dtype.is_floating_point),
         settings.accumulation if kind.trainable else None,
         offloaded,
-        stages=kind.sharding.stages,
-        tie=division.ties.get(division.ranks_of(kind.sharding.stages)),
+        stages=kind.division.stages,
+        tie=division.ties.get(division.ranks_of(kind.division.stages)),
         counted=_counted(kind, layout, axis, division),
         at=kind.at,
     )
 
 
 def _counted(
-    kind: Entry, layout: BucketLayout, axis: Axis, division: Division
+    kind: ParameterEntry, layout: BucketLayout, axis: Axis, division: Division
 ) -> bool | Sequence[tuple[int, StridedRange]]:
-    """The value of `BucketSpec.counted`: what no rank before this one has of those that it is divided over,
-    on the first of the stages that share it, in the first of the copies."""
-    rank, first = division.over(kind.name).rank, division.ranks_of(kind.sharding.stages)[0]
+    """Return the value of `BucketSpec.counted`: the numbers that no earlier rank of the parameter's division
+    has, on the first of the stages that share it, in the first copy."""
+    rank, first = division.over(kind.name).rank, division.ranks_of(kind.division.stages)[0]
     owned = kind.owned[rank]
     if axis.replicas is not None and axis.replicas.rank > 0:
         return False
@@ -117,15 +120,15 @@ def _counted(
     return [
         (slot.start, strided)
         for slot in layout.slots
-        for strided in strided_ranges(division.shardings[slot.name].cut, rank, 0, slot.size, owned=True)
+        for strided in strided_ranges(division.parameters[slot.name].cut, rank, 0, slot.size, owned=True)
     ]
 
 
 def _with_states_off(
-    specs: Mapping[Names, list[BucketSpec]], settings: PlacementSettings
-) -> Mapping[Names, list[BucketSpec]]:
-    """The same, with the states of a share of the buckets in a store, as the settings say, and with them
-    gradients."""
+    specs: Mapping[ParameterNames, list[BucketSpec]], settings: PlacementSettings
+) -> Mapping[ParameterNames, list[BucketSpec]]:
+    """Return the buckets with the states of some of them in a store, as the settings say, and their gradients
+    too."""
     where, share = tiers_of(settings.memory.states)
     if where == ["device"]:
         return specs
@@ -134,7 +137,7 @@ def _with_states_off(
     away = {spec for spec, takes in zip(trained, taken, strict=True) if takes}
 
     def moved(spec: BucketSpec) -> BucketSpec:
-        # those of a tie are added up by several ranks at the end of a step
+        # several ranks add up the gradients of a tie at the end of a step
         also: set[Offloaded] = {"gradients"} if settings.gradients_leave and spec.tie is None else set()
         return replace(spec, offloaded={*spec.offloaded, "states", *also})
 
@@ -142,8 +145,8 @@ def _with_states_off(
 
 
 def _taken(sizes: Iterable[int], share: float) -> Iterator[bool]:
-    """Of buckets of these sizes, which ones to take for `share` of all elements, as near as whole buckets
-    come to it."""
+    """Choose buckets of these sizes so that they have `share` of all elements, as nearly as whole buckets
+    allow."""
     seen = taken = 0
     for size in sizes:
         seen += size

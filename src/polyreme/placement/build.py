@@ -1,8 +1,8 @@
-"""A model becomes this rank's part of it: divided, in buckets, with numbers.
+"""Builds what one rank has of a model: its stages and slices, in buckets, with numbers.
 
 Invariant: rank 0's numbers count, whatever the other ranks were given; a model given as a function is never
-whole on a rank (but to be measured, on rank 0, for `pipeline.blocks = "time"`).
-Communication: broadcasts of what the user's model holds; and what dividing and stores need."""
+whole on a rank (except on rank 0 to be measured, for `pipeline.blocks = "time"`).
+Communication: broadcasts of the user's model, and that of dividing and of stores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polyreme.pipeline.executor import RunStage, Whole
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.stage import Stage, refuse_calls
 from polyreme.placement.blocks import released
-from polyreme.placement.buckets import specify
+from polyreme.placement.buckets import bucket_specs
 from polyreme.placement.dividing import Division, cut, divide
 from polyreme.placement.opening import take_from_rank_0, without_numbers
 from polyreme.placement.placement import Placement
@@ -39,8 +39,8 @@ from polyreme.zero.parameter import set_apart, state_of
 
 @dataclass(frozen=True)
 class Built:
-    """A model of which each rank has its part. stages: how to run each pipeline stage of this rank; blocks:
-    the blocks that it has."""
+    """What this rank has of a model. stages: how to run each pipeline stage of this rank. blocks: its
+    blocks."""
 
     placement: Placement
     stages: Mapping[int, RunStage]
@@ -59,32 +59,32 @@ def build(
 ) -> Built:
     """Divide the model over pipeline stages, tensor parallelism and data parallelism, in this order.
 
-    blocks: those of the whole model. weights: whether parameters get their numbers here; otherwise they are
-    still to be read from files."""
+    blocks: those of the whole model. weights: whether parameters get their numbers here; otherwise they will
+    be read from files."""
     partition = cut(module, recording, len(pipeline.rank_of), settings, mesh)
     if partition is not None and recipe.left_out:
         raise ModelError(
             f"the optimizer leaves out {min(recipe.left_out)}, whose gradient nobody takes on a stage of a "
             "pipeline: call requires_grad_(False) on what is not to be trained"
         )
-    in_parts = (
+    own_stages_only = (
         recording is None
         and partition is not None
         and any(mesh.gather_objects(bool(without_numbers(module))))
     )
     if recording is None:
-        # over dp parameters are shared out, by ZeRO
-        alike = ("tp",) if in_parts else ("tp", "pp")
+        # not over dp, where ZeRO shards parameters
+        alike = ("tp",) if own_stages_only else ("tp", "pp")
         take_from_rank_0(_real(module.parameters()), mesh.device, mesh.axis(*alike))
         take_from_rank_0(_real(module.buffers()), mesh.device, mesh.axis("loss", *alike))
     division = divide(module, partition, pipeline, settings, mesh)
-    if in_parts:
+    if own_stages_only:
         _take_shared(module, division, mesh)
     if partition is not None:
         blocks = partition.blocks_of(module, pipeline.mine)
     if pipeline.halved:
         put_off_weights(module)
-    placement = share_out(module, blocks, recipe, division, settings, mesh)
+    placement = shard_model(module, blocks, recipe, division, settings, mesh)
     if recording is not None:
         if mesh.has_numbers:
             _make_numbers(module, recording, placement, parameters=weights)
@@ -103,23 +103,24 @@ def _real(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _take_shared(module: nn.Module, division: Division, mesh: Mesh) -> None:
-    """Replace what several stages have by the first one's, in a model that each rank was given with the
-    numbers of its own stages alone. Raises ModelError where numbers of this rank's stages are missing."""
-    told = mesh.gather_objects([mesh.rank, *without_numbers(module)])
-    if lacking := [report for report in told if len(report) > 1]:
+    """Set parameters that several stages share to the first stage's numbers, in a model of which each rank
+    was given only its own stages' numbers. Raises ModelError where numbers of this rank's stages are
+    missing."""
+    gathered = mesh.gather_objects([mesh.rank, *without_numbers(module)])
+    if lacking := [report for report in gathered if len(report) > 1]:
         rank, name = lacking[0][:2]
         raise ModelError(
             f"{name} is on the meta device on rank {rank}, whose pipeline stage has it: give each rank the "
             "numbers of its stages, or give initialize() the function that builds the model"
         )
     for name, parameter in module.named_parameters():
-        if (tie := division.ties.get(division.ranks_of(division.shardings[name].stages))) is not None:
+        if (tie := division.ties.get(division.ranks_of(division.parameters[name].stages))) is not None:
             numbers = parameter.data.to(mesh.device).contiguous()
             tie.broadcast(numbers)
             parameter.data = numbers.to(parameter.device)
 
 
-def share_out(
+def shard_model(
     module: nn.Module,
     blocks: Mapping[str, nn.Module],
     recipe: Recipe,
@@ -128,15 +129,16 @@ def share_out(
     mesh: Mesh,
     carried: Collection[int] = (),
 ) -> Placement:
-    """Move every parameter of what is left of the model into a bucket, shared out over the data-parallel
-    ranks as the ZeRO stage says. A parameter that has data keeps its values (those of the axis' rank 0); one
-    on the meta device is replaced by a real one, to be filled by `Placement.write`; one whose id is in
-    `carried` will be filled, too. All ranks must call. Raises as `specify`, and for stores as
-    `OffloadTiers.commit`."""
+    """Move every remaining parameter of the model into a bucket, sharded over the data-parallel ranks as the
+    ZeRO stage says.
+
+    A parameter with data keeps its values (those of the axis' rank 0). One on the meta device is replaced by
+    a real one, to be filled by `Placement.write`; one whose id is in `carried` will be filled, too. All ranks
+    must call. Raises as `bucket_specs`, and for stores as `OffloadTiers.commit`."""
     blocks = released(module, blocks, settings.zero.keep)
     axis = sharing(mesh, settings.zero.shard_over, settings.zero.quantized_gradients)
-    specs = specify(module, blocks, recipe, settings, axis, division)
-    stores, pool = open_stores(settings, mesh), Pool(axis, mesh.device)
+    specs = bucket_specs(module, blocks, recipe, settings, axis, division)
+    stores, pool = open_stores(settings, mesh), Pool(axis, mesh.device, mesh.computes_on)
     memory = {spec: stores.memory_of(spec, recipe.groups, pool) for each in specs.values() for spec in each}
     stores.commit()
     own = dict(module.named_parameters(remove_duplicate=False))
@@ -158,14 +160,14 @@ def _filled(
     memory: BucketMemory,
     carried: Collection[int],
 ) -> Bucket:
-    """The bucket of the parameters `held`, with the values that they have, if they have any."""
+    """Return the bucket of the parameters `held`, with their values, if they have any."""
     device, parameters = memory.pool.device, list[nn.Parameter]()
     values: list[Callable[[], Tensor] | None] = []
     for old, names in zip(held, spec.names, strict=True):
         share = share_of(old)
         if not state_of(old).there:
             set_apart(old)
-        old.grad = None  # the gradient of before goes
+        old.grad = None  # drop the gradient from before
         if old.is_meta or id(old) in carried:
             values.append(None)
         else:
@@ -186,7 +188,7 @@ def _held(own: Mapping[str, nn.Parameter], spec: BucketSpec) -> list[nn.Paramete
 def _real_one(
     model: nn.Module, old: nn.Parameter, names: Iterable[str], spec: BucketSpec, device: torch.device
 ) -> nn.Parameter:
-    """In place of a meta parameter, which cannot be given data of another device, one that can."""
+    """Replace a meta parameter, which cannot be given data of another device, by a real one."""
     made = nn.Parameter(torch.empty(0, device=device, dtype=spec.formats.compute), old.requires_grad)
     made.__dict__.update(old.__dict__)
     for name in names:
@@ -196,14 +198,14 @@ def _real_one(
 
 
 def _sent(numbers: Tensor, axis: Axis, device: torch.device) -> Tensor:
-    """What the first rank of an axis has of these numbers."""
+    """Return the numbers of the axis' first rank."""
     found = numbers.to(device).contiguous()
     axis.broadcast(found)
     return found
 
 
 def _make_numbers(module: nn.Module, recording: Recording, placement: Placement, parameters: bool) -> None:
-    """Make the initial values of what this rank has: into its buckets (with `parameters`), or as buffers."""
+    """Make the initial values of this rank's parameters (if `parameters`) and buffers."""
 
     def write(name: str, tensor: Tensor) -> None:
         if name in placement.where:

@@ -1,7 +1,7 @@
-"""How a model is divided before ZeRO divides what each rank has: over pipeline stages and over tensor
-parallelism.
+"""The division of a model over pipeline stages and over tensor parallelism, before ZeRO divides what each
+rank has.
 
-Communication: the measured seconds of blocks; numbers of buffers that are new in a changed model."""
+Communication: the measured seconds of blocks; the numbers of buffers that are new in a changed model."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from polyreme.placement.opening import give_shapes, take_from_rank_0
 from polyreme.placement.settings import PlacementSettings
 from polyreme.tensor import plan as rules
 from polyreme.tensor.parallelize import parallelize
-from polyreme.zero.changes import Roster
+from polyreme.zero.changes import ModelSnapshot
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """What this rank has of a parameter: its cut over the ranks of axes `over`, in their order; and the
-    pipeline stages that have it."""
+class ParameterDivision:
+    """What each rank has of a parameter: a slice by its `cut` over the ranks of the axes `over`, in their
+    order; and the pipeline `stages` that have it."""
 
     cut: Cut
     stages: tuple[int, ...] = (0,)
@@ -39,14 +39,14 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Division:
-    """How the model is divided before ZeRO divides what each rank has.
+    """The division of a model over pipeline stages and tensor parallelism.
 
-    shardings: every parameter's, by each of its names. dividing: the axes that divide parameters, by what
-    `Sharding.over` says. rank_of: of each pipeline stage. ties: the axes over
-    ranks whose stages share parameters, by those ranks. computing: the stages whose forward uses a tensor, by
-    each of its names."""
+    parameters: the division of each parameter, by each of its names. dividing: the axes that divide
+    parameters, by `ParameterDivision.over`. rank_of: the pipeline rank of each stage. ties: for parameters
+    that stages on several ranks share, the axis over these ranks, by the ranks. computing: the stages whose
+    forward uses a tensor, by each of its names."""
 
-    shardings: Mapping[str, Sharding]
+    parameters: Mapping[str, ParameterDivision]
     dividing: Mapping[tuple[str, ...], Axis]
     pp: Axis
     rank_of: Sequence[int] = (0,)
@@ -54,34 +54,34 @@ class Division:
     computing: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def computes(self, name: str) -> bool:
-        """Whether a buffer of this rank is the one that counts: its stage's forward changes it, or nothing
-        says whose does."""
+        """Return whether this rank's copy of a buffer is the one that counts: the forward of its stage
+        changes the buffer, or no stage is known to."""
         stages = self.computing.get(name, ())
         return not stages or self.pp.rank in self.ranks_of(stages)
 
     @property
     def tp(self) -> Axis:
-        """The ranks of tensor parallelism."""
+        """The tensor-parallel ranks."""
         return self.dividing["tp",]
 
     def over(self, name: str) -> Axis:
-        """The ranks that a parameter is divided over."""
-        return self.dividing[self.shardings[name].over]
+        """Return the ranks that a parameter is divided over."""
+        return self.dividing[self.parameters[name].over]
 
     def local(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter."""
-        return self.shardings[name].cut.split(whole, self.over(name).rank)
+        """Return this rank's slice of a whole parameter."""
+        return self.parameters[name].cut.split(whole, self.over(name).rank)
 
     def ranks_of(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of the pipeline that have these stages."""
+        """Return the pipeline ranks that have these stages."""
         return tuple(sorted({self.rank_of[stage] for stage in stages}))
 
 
 def cut(
     module: nn.Module, recording: Recording | None, stages: int, settings: PlacementSettings, mesh: Mesh
 ) -> PipelinePartition | None:
-    """Which pipeline stage has what, the same on every rank; None for one stage. On a simulated mesh blocks
-    are not measured: parameters stand for times."""
+    """Assign the model's blocks to pipeline stages, the same on every rank; None for one stage. On a
+    simulated mesh blocks are not timed, and their parameter counts are used."""
     if stages == 1:
         return None
     if peft.learns_prompts(module):
@@ -100,7 +100,8 @@ def cut(
 def _block_seconds(
     module: nn.Module, recording: Recording | None, settings: PlacementSettings, mesh: Mesh
 ) -> list[float]:
-    """Seconds of each block, for one micro-batch: measured by rank 0, on a whole model, for all."""
+    """Measure on rank 0, with the whole model, how many seconds each block takes for one micro-batch. Returns
+    the list on every rank."""
     dtype = settings.formats.compute
     batch: Any = huggingface.sample_batch(module, *settings.sample)
     if batch is None:
@@ -119,7 +120,7 @@ def _block_seconds(
             }
             trial = copy_to(mesh.device, dtype, module, recording.replay if recording else None)
             found = block_seconds(trial, batch)
-        except Exception as error:  # whatever a forward raises; the other ranks wait to hear of it
+        except Exception as error:  # any error of a forward; the other ranks wait for the result
             found = f"{type(error).__name__}: {error}"
     found = mesh.gather_objects(found)[0]
     if isinstance(found, str):
@@ -136,8 +137,7 @@ def divide(
     settings: PlacementSettings,
     mesh: Mesh,
 ) -> Division:
-    """Leave of the model this rank's pipeline stages, and of their parameters its part for tensor
-    parallelism."""
+    """Keep this rank's pipeline stages of the model, and of their parameters its tensor-parallel slices."""
     cuts = {name: Cut.whole(p.shape, 1) for name, p in module.named_parameters(remove_duplicate=False)}
     dividing: dict[tuple[str, ...], Axis] = {("tp",): mesh.tp}
     if mesh.tp.size > 1:
@@ -146,27 +146,27 @@ def divide(
             module, mesh.tp, rules.plan(module, mesh.tp.size, settings.tp_plan, sequence), sequence
         )
     if partition is None:
-        return Division({name: Sharding(each) for name, each in cuts.items()}, dividing, mesh.pp)
+        return Division({name: ParameterDivision(each) for name, each in cuts.items()}, dividing, mesh.pp)
     rank_of = pipeline.rank_of
     keep_stages(module, partition, pipeline.mine, mesh.device, settings.formats.compute)
-    shardings = {name: Sharding(each, partition.stages_of[name]) for name, each in cuts.items()}
+    parameters = {name: ParameterDivision(each, partition.stages_of[name]) for name, each in cuts.items()}
     shared = sorted(
         {tuple(sorted({rank_of[stage] for stage in stages})) for stages in partition.tied.values()}
     )
     ties = {ranks: mesh.among("pp", ranks) for ranks in shared if len(ranks) > 1}
     ties = {ranks: axis for ranks, axis in ties.items() if axis.size > 1}
-    return Division(shardings, dividing, mesh.pp, rank_of, ties, partition.stages_of)
+    return Division(parameters, dividing, mesh.pp, rank_of, ties, partition.stages_of)
 
 
 def divide_again(
-    module: nn.Module, roster: Roster, before: Division, settings: PlacementSettings, mesh: Mesh
+    module: nn.Module, snapshot: ModelSnapshot, before: Division, settings: PlacementSettings, mesh: Mesh
 ) -> Division:
-    """How `module`, which was changed since it was divided as `before`, is divided now; its new buffers
-    become rank 0's.
+    """Return the division of `module` after a script changed it; `before` is its old division. New buffers
+    take rank 0's numbers.
 
-    Raises ModelError where buckets cannot be made again. The ranks have changed it in the same way."""
+    All ranks must have changed it in the same way. Raises ModelError where buckets cannot be made again."""
     give_shapes(module, mesh)
-    parameters, told = dict(module.named_parameters(remove_duplicate=False)), roster.changes(module)
+    parameters, changes = dict(module.named_parameters(remove_duplicate=False)), snapshot.changes(module)
     reason = ""
     offloaded = [
         key
@@ -178,7 +178,7 @@ def divide_again(
             "with mesh.pp each rank has a part of its modules: "
             "save, and initialize a new engine of the changed model"
         )
-    elif mesh.tp.size > 1 and not told.only_unfrozen:
+    elif mesh.tp.size > 1 and not changes.only_unfrozen:
         reason = (
             "with mesh.tp its layers are divided already: add "
             "before initialize, or save and initialize a new engine"
@@ -188,18 +188,20 @@ def divide_again(
             f"memory.{offloaded[0]} is in files: save, and initialize "
             "a new engine of the changed model, or use host memory"
         )
-    elif meta := [name for name, p in parameters.items() if p.is_meta and name in told.new]:
+    elif meta := [name for name, p in parameters.items() if p.is_meta and name in changes.new]:
         reason = f"{meta[0]} is on the meta device, without numbers: build it on the CPU"
     peft.refuse_bare_base(module)
     if reason:
-        what = f"the model ({told})" if str(told) != "nothing" else "the optimizer's groups"
+        what = f"the model ({changes})" if str(changes) != "nothing" else "the optimizer's groups"
         raise ModelError(f"the engine cannot take in what was changed of {what}: {reason}")
     if mesh.tp.size > 1:
         return before
     for name, buffer in module.named_buffers():
         buffer.data = buffer.data.to(mesh.device).contiguous()
-        if name not in roster.buffers:
+        if name not in snapshot.buffers:
             take_from_rank_0([buffer], mesh.device, mesh.loss)
     return Division(
-        {name: Sharding(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, {("tp",): mesh.tp}, mesh.pp
+        {name: ParameterDivision(Cut.whole(p.shape, 1)) for name, p in parameters.items()},
+        {("tp",): mesh.tp},
+        mesh.pp,
     )

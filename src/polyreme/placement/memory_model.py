@@ -1,7 +1,7 @@
-"""How much memory a step takes, from the sizes of its buckets and the order in which they are used.
+"""A model of the memory that a step takes, from the sizes of its buckets and the order in which they are
+used.
 
-Invariant: no memory is looked at, so that the figures are a prediction. No communication.
-"""
+Invariant: no memory is inspected, so that the figures are a prediction. No communication."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ from polyreme.files.direct_io import padded
 from polyreme.offload.file import WRITING
 from polyreme.placement.placement import Placement
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.bucket_memory import borrows, coming, staying
-from polyreme.zero.buffer_pool import Buffers
+from polyreme.zero.bucket_memory import borrowed, gathered_bytes, resident_bytes
+from polyreme.zero.buffer_pool import BufferCounts
 from polyreme.zero.reduce import IN_FLIGHT
 
 
 def working_set(placement: Placement, prefetch: int) -> dict[str, int]:
-    """The most bytes that a step takes by category: beside all that stays, the parameters of the root and of
-    1 + `prefetch` blocks (of files 1, and the shards of the others), what the pool lends, and one gradient
-    that autograd has just made. `exchange`: of CPU ranks, what they read or receive of each other's."""
+    """Return the most bytes that a step takes, by category: everything that stays, the parameters of the root
+    and of 1 + `prefetch` blocks (from files 1, and the shards of the others), the pool's buffers, and one
+    gradient that autograd has just made.
+
+    `exchange`: on CPU ranks, the memory of other ranks that they read or receive."""
     units, offload, buckets = (placement.root, *placement.units), placement.offload, placement.buckets
     stay = [bucket for unit in units if unit is placement.root or unit.pinned for bucket in unit.buckets]
     blocks = [unit.buckets for unit in placement.units if not unit.pinned]
     ahead = [list(chain(*blocks[max(i - prefetch, 0) : i + 1])) for i in range(len(blocks))]
     far = offload.parameters is not None and not offload.parameters.in_memory
     pooled = _pooled(placement, stay, blocks, None if far else ahead)
-    parameters, gradients, masters = (sum(staying(bucket)[i] for bucket in buckets) for i in range(3))
-    full = max((sum(coming(bucket) for bucket in each) for each in (blocks if far else ahead)), default=0)
+    parameters, gradients, masters = (sum(resident_bytes(bucket)[i] for bucket in buckets) for i in range(3))
+    full = max((sum(map(gathered_bytes, each)) for each in (blocks if far else ahead)), default=0)
     single = max(
         (slot.size * b.formats.compute.itemsize for b in placement.trainable for slot in b.layout.slots),
         default=0,
     )
-    # and, of the first, being changed
+    # an update changes the first and writes the others
     written = [placement.trainable[i : i + 1 + WRITING] for i in range(len(placement.trainable))]
     fetched = [[*stay, *chain(*blocks[:1])], *ahead, *written]
     return {
-        "parameters": parameters + sum(coming(bucket) for bucket in stay) + full,
+        "parameters": parameters + sum(map(gathered_bytes, stay)) + full,
         "gradients": gradients + _bytes(pooled) + single,
         "states": masters,
         "tiers": offload.memory(_bytes(_most(map(_files, fetched)))),
@@ -55,41 +57,43 @@ def _pooled(
     stay: Sequence[Bucket],
     blocks: Sequence[Sequence[Bucket]],
     ahead: Sequence[Sequence[Bucket]] | None,
-) -> Buffers:
-    """The buffers of the pool that a step uses at once; on a CPU, where the pool keeps them, the most of each
-    size at any moment.
+) -> BufferCounts:
+    """Return the buffers of the pool that a step uses at once; on a CPU, where the pool keeps them, the most
+    of each size at any moment.
 
-    In backward a block fills its buffers while the last reductions of the one before are in flight and the
-    shards of the blocks `ahead` are on their way (None: of one bucket after the other). Those of `stay` are
-    reduced behind all blocks."""
-    moments: list[Buffers] = []
+    In backward a block fills its buffers while the last reductions of the block before are in flight, and the
+    shards of the blocks `ahead` are on their way (None: of one bucket after the other). The buckets in `stay`
+    are reduced after all blocks."""
+    moments: list[BufferCounts] = []
     flying: deque[Bucket] = deque(maxlen=IN_FLIGHT)
 
-    def note(filled: Sequence[Bucket], shards: Buffers) -> None:
-        unreduced = _sum(borrows(bucket)[0] for bucket in {*stay, *filled, *flying})
-        moments.append(unreduced + _sum(borrows(bucket)[1] for bucket in flying) + shards)
+    def note(filled: Sequence[Bucket], shards: BufferCounts) -> None:
+        unreduced = _sum(borrowed(bucket)[0] for bucket in {*stay, *filled, *flying})
+        moments.append(unreduced + _sum(borrowed(bucket)[1] for bucket in flying) + shards)
 
     for i in reversed(range(-1, len(blocks))):
         filled = stay if i < 0 else blocks[i]
         if ahead is None:
-            note(filled, _most(borrows(bucket)[2] for bucket in filled))
+            note(filled, _most(borrowed(bucket)[2] for bucket in filled))
         else:
-            note(filled, _sum(borrows(bucket)[2] for bucket in (stay if i < 0 else ahead[i])))
+            note(filled, _sum(borrowed(bucket)[2] for bucket in (stay if i < 0 else ahead[i])))
         for bucket in (each for each in reversed(placement.trainable) if each in filled):
             flying.append(bucket)
-            note(filled, Buffers())
+            note(filled, BufferCounts())
     return _most(moments) if placement.device.type == "cpu" else max(moments, key=_bytes)
 
 
-def _read(placement: Placement, pooled: Buffers) -> int:
-    """Bytes of the other ranks' memory that a CPU rank reads: its part of all that is reduced, and whole
+def _read(placement: Placement, pooled: BufferCounts) -> int:
+    """Return the bytes of other ranks' memory that a CPU rank reads: its shard of each reduction, and whole
     shards of parameters."""
     ranks = max((bucket.axis.size for bucket in placement.buckets), default=1)
-    shards = Buffers(
-        {buffer: pooled[buffer] for bucket in placement.buckets for buffer in borrows(bucket)[2]}
+    shards = BufferCounts(
+        {buffer: pooled[buffer] for bucket in placement.buckets for buffer in borrowed(bucket)[2]}
     )
     reduced = (
-        Buffers({buffer: pooled[buffer] for bucket in placement.buckets for buffer in borrows(bucket)[0]})
+        BufferCounts(
+            {buffer: pooled[buffer] for bucket in placement.buckets for buffer in borrowed(bucket)[0]}
+        )
         - shards
     )
     unreduced = sum(bucket.gradients.unreduced for bucket in placement.trainable)
@@ -98,23 +102,23 @@ def _read(placement: Placement, pooled: Buffers) -> int:
     return (ranks - 1) * size
 
 
-def _files(buckets: Iterable[Bucket]) -> Buffers:
-    """The memory through which their shards go, where these are in files."""
-    return Buffers((padded(_shard_bytes(each)), torch.uint8) for each in buckets if each.is_offloaded)
+def _files(buckets: Iterable[Bucket]) -> BufferCounts:
+    """Return the buffers through which shards in files pass."""
+    return BufferCounts((padded(_shard_bytes(each)), torch.uint8) for each in buckets if each.is_offloaded)
 
 
 def _shard_bytes(bucket: Bucket) -> int:
     return bucket.layout.shard_size * bucket.formats.compute.itemsize
 
 
-def _sum(several: Iterable[Buffers]) -> Buffers:
-    return sum(several, Buffers())
+def _sum(several: Iterable[BufferCounts]) -> BufferCounts:
+    return sum(several, BufferCounts())
 
 
-def _most(several: Iterable[Buffers]) -> Buffers:
-    """The largest count of each size."""
-    return reduce(or_, several, Buffers())
+def _most(several: Iterable[BufferCounts]) -> BufferCounts:
+    """Return the largest count of each buffer size."""
+    return reduce(or_, several, BufferCounts())
 
 
-def _bytes(buffers: Buffers) -> int:
+def _bytes(buffers: BufferCounts) -> int:
     return sum(count * elements * dtype.itemsize for (elements, dtype), count in buffers.items())

@@ -1,6 +1,6 @@
-"""The model that a user gave: a module, a function, layers or a directory, made ready to be divided.
+"""The model that a user gave, as a module, a function, layers or a directory, made ready to be divided.
 
-Invariant: a model given as a function is never whole on a rank, but recorded. Communication: of layers that
+Invariant: a model given as a function is never whole on a rank, but recorded. Communication: for layers that
 are modules, their numbers."""
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from polyreme.zero.divided import make_whole, shaped
 
 Layer = nn.Module | Callable[[], nn.Module]
 Model = Layer | Sequence[Layer] | str | Path
-"""What `polyreme.initialize` takes."""
+"""The types of the model that `polyreme.initialize` takes."""
 
 
 def open_model(
     given: Model, section: ModelSection, seed: int, mesh: Mesh
 ) -> tuple[nn.Module, Recording | None, Path | None]:
-    """The model in training mode; how to make its numbers, if it is on the meta device, as what builds it was
-    given; and the directory from which its weights will be read, if they are not in it yet."""
+    """Return the model in training mode; the recording that makes its numbers, if it is on the meta device,
+    as its builder was given; and the directory from which its weights will be read, if they are not in it
+    yet."""
     weights: Path | None = None
     if isinstance(given, str | Path):
         module, recording, weights = _from_directory(Path(given), section, seed)
     else:
         module, recording = _given(given, seed, mesh)
         peft.refuse_bare_base(module)
-        if not module.training:  # `from_pretrained` returns it so
+        if not module.training:  # as `from_pretrained` returns it
             module.train()
     huggingface.refuse_unsavable(module)
     return module, recording, weights
@@ -48,15 +49,15 @@ def open_model(
 def _from_directory(
     path: Path, section: ModelSection, seed: int
 ) -> tuple[nn.Module, Recording | None, Path | None]:
-    """The model of a Hugging Face directory: to be read by ranges where its tensors are the model's, name by
-    name; otherwise transformers reads, renames and converts them, whole on every rank, but never what our
-    reader refused."""
+    """Open the model of a Hugging Face directory. It is read by ranges where its tensors match the model's by
+    name; otherwise transformers reads, renames and converts them, whole on every rank. A checkpoint that our
+    reader refuses is never read."""
     trust, allowed = section.trust_remote_code, section.allow_unused
     recording, reason = None, ""
     peft.refuse_adapter(path)
     try:
-        recording = record(lambda: huggingface.shell(str(path), trust), seed)
-    except ModelError as error:  # transformers tells what is wrong, or can do it
+        recording = record(lambda: huggingface.with_new_weights(str(path), trust), seed)
+    except ModelError as error:  # transformers reports the problem, or can handle the model
         reason = str(error)
     try:
         source = Directory(path)
@@ -70,7 +71,7 @@ def _from_directory(
             huggingface.refuse_unused(str(path), recording.module, others, allowed)
             return recording.module, recording, path
         reason = f"its files do not have {named(missing, 3)} as the model does"
-    with torch.random.fork_rng([]):  # what may be missing is new
+    with torch.random.fork_rng([]):  # for missing weights, which are initialised
         torch.manual_seed(seed)
         model = huggingface.build(
             str(path), None, trust, allow_missing=section.allow_missing, allow_unused=allowed
@@ -88,11 +89,11 @@ def _given(given: Layer | Sequence[Layer], seed: int, mesh: Mesh) -> tuple[nn.Mo
     if isinstance(model, Sequence) and not isinstance(model, nn.Module):
         built = nn.ModuleList(layer for layer in model if isinstance(layer, nn.Module))
         model = layers(model)
-        if not isinstance(model, nn.Module):  # these are copied into the recording
+        if not isinstance(model, nn.Module):  # modules are copied into the recording
             take_from_rank_0([*built.parameters(), *built.buffers()], mesh.device, mesh.world)
     if isinstance(model, nn.Module):
         give_shapes(model, mesh)
-        if mesh.pp.size == 1:  # other stages of a pipeline may have them: `build` looks
+        if mesh.pp.size == 1:  # in a pipeline other stages may have them: `build` checks
             _refuse_meta(model)
         _refuse_inference(model)
         return unwrap(model), None
@@ -105,8 +106,9 @@ def _given(given: Layer | Sequence[Layer], seed: int, mesh: Mesh) -> tuple[nn.Mo
 
 
 def give_shapes(model: nn.Module, mesh: Mesh) -> None:
-    """Have parameters that were divided as they were made, over all ranks, be of their whole shapes; and
-    whole, to be shared out anew, where ranks have different parts of the model. All ranks must call."""
+    """Give parameters that were divided over all ranks as they were made their whole shapes; or their whole
+    numbers, to be divided anew, where ranks have different slices or stages of the model. All ranks must
+    call."""
     (shaped if mesh.data.size == mesh.world_size else make_whole)(model.parameters())
 
 
@@ -132,13 +134,13 @@ def _plain(built: Any) -> Any:
 
 
 def without_numbers(module: nn.Module) -> list[str]:
-    """Names of the parameters and buffers that are on the meta device."""
+    """Return the names of parameters and buffers on the meta device."""
     return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
 
 
 def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, ranks: Axis) -> None:
-    """Give `tensors`, where they are, the numbers of the first of `ranks`, sent from and to `device`. Those
-    that are not contiguous become so."""
+    """Set `tensors`, where they are, to the numbers of the first of `ranks`, sent from and to `device`. They
+    become contiguous."""
     for tensor in tensors if ranks.size > 1 else ():
         numbers = tensor.data.to(device).contiguous()
         ranks.broadcast(numbers)

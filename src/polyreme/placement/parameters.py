@@ -1,4 +1,4 @@
-"""What is known of each parameter before it is in a bucket. No memory, no communication."""
+"""Facts of each parameter before it is in a bucket. No memory, no communication."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Boundary, Cut
 from polyreme.layout.region import strided_ranges
 from polyreme.optim.groups import Recipe
-from polyreme.placement.dividing import Division, Sharding
+from polyreme.placement.dividing import Division, ParameterDivision
 from polyreme.placement.settings import PlacementSettings
 
-Names = tuple[str, ...]
+ParameterNames = tuple[str, ...]
 Owned = Literal["all", "some", "none"]
-"""How much of its part of a parameter a tensor-parallel rank has that no rank before it has."""
+"""How much of a tensor-parallel rank's slice of a parameter no earlier rank has."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterEntry:
     """A distinct parameter.
 
-    names: all of them. at: where it comes in the order of registration. dtype: which it is placed in. group:
-    the optimizer's; boundary: where shards may cut it. owned: of each rank that it is divided over, so that
-    buckets are the same on all of them. persistent: whether it stays whole at stage 3, between steps, too."""
+    names: all of its names. at: its position in the order of registration. dtype: in which it is placed.
+    group: the optimizer's. boundary: where shards may cut it. division: over stages and tensor parallelism.
+    owned: how much of its slice each rank of the division owns, known for all of them so that they make the
+    same buckets. persistent: whether it stays whole between steps at stage 3, too."""
 
-    names: Names
+    names: ParameterNames
     parameter: nn.Parameter
     at: int
     trainable: bool
     dtype: torch.dtype
     group: int
     boundary: Boundary
-    sharding: Sharding
+    division: ParameterDivision
     owned: tuple[Owned, ...]
     persistent: bool
 
@@ -48,19 +49,21 @@ class Entry:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What the parameters of one bucket have in common."""
-        sharding = self.sharding
+        """The properties that the parameters of one bucket have in common."""
+        own = self.division
         common = self.trainable, self.dtype, self.boundary, self.owned, self.persistent
-        return *common, sharding.stages, sharding.over
+        return *common, own.stages, own.over
 
     def bytes_in(self, dtype: torch.dtype) -> int:
-        """Its bytes in this dtype."""
+        """Return the bytes that it takes in this dtype."""
         return self.parameter.numel() * dtype.itemsize
 
 
-def entries(model: nn.Module, recipe: Recipe, settings: PlacementSettings, division: Division) -> list[Entry]:
-    """The parameters of `model`. Raises ModelError for trainable ones that are not real floating-point
-    numbers, and for an optimizer that needs whole tensors of which ranks have parts."""
+def entries(
+    model: nn.Module, recipe: Recipe, settings: PlacementSettings, division: Division
+) -> list[ParameterEntry]:
+    """Return the parameters of `model`. Raises ModelError for trainable ones that are not real floating-point
+    numbers, and for an optimizer that needs whole tensors where ranks have slices of them."""
     named: dict[nn.Parameter, list[tuple[int, str]]] = defaultdict(list)
     for at, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
         named[parameter].append((at, name))
@@ -72,26 +75,26 @@ def entries(model: nn.Module, recipe: Recipe, settings: PlacementSettings, divis
     found = []
     for parameter, places in named.items():
         at, name = places[0]
-        sharding, group = division.shardings[name], recipe.group_of[name]
+        own, group = division.parameters[name], recipe.group_of[name]
         boundary = recipe.boundary(group)
-        if boundary == "tensor" and not sharding.cut.is_whole:
+        if boundary == "tensor" and not own.cut.is_whole:
             raise ModelError(f"the optimizer of {name} needs whole tensors, "
                              "and tensor parallelism gives each rank a part of it: "
                              "use an elementwise optimizer such as adamw, or write mesh.tp = 1")  # fmt: skip
-        own = name in recipe.own_dtypes or not parameter.is_floating_point()
-        # by the size that it has over all tensor-parallel ranks
-        small = max(math.prod(sharding.cut.shape), 1) <= settings.zero.persistence_threshold
+        keeps_dtype = name in recipe.own_dtypes or not parameter.is_floating_point()
+        # by its size over all tensor-parallel ranks
+        small = max(math.prod(own.cut.shape), 1) <= settings.zero.persistence_threshold
         found.append(
-            Entry(
+            ParameterEntry(
                 tuple(each for _, each in places),
                 parameter,
                 at,
                 recipe.trains(name, parameter),
-                parameter.dtype if own else settings.formats.compute,
+                parameter.dtype if keeps_dtype else settings.formats.compute,
                 group,
                 boundary,
-                sharding,
-                tuple(_owned(sharding.cut, rank) for rank in range(division.over(name).size)),
+                own,
+                tuple(_owned(own.cut, rank) for rank in range(division.over(name).size)),
                 settings.zero.stage == 3 and small,
             )
         )
@@ -101,6 +104,6 @@ def entries(model: nn.Module, recipe: Recipe, settings: PlacementSettings, divis
 def _owned(cut: Cut, rank: int) -> Owned:
     every = math.prod(cut.local)
     held, owned = (
-        sum(part.elements for part in strided_ranges(cut, rank, 0, every, only)) for only in (False, True)
+        sum(run.elements for run in strided_ranges(cut, rank, 0, every, only)) for only in (False, True)
     )
     return "all" if owned == held else "some" if owned else "none"

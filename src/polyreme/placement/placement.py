@@ -1,6 +1,6 @@
-"""Where a model lies: all units and buckets of this rank's part of it.
+"""All units and buckets that this rank has of a model.
 
-Communication: whole tensors are gathered from the ranks that have parts of them."""
+Communication: whole tensors are gathered from the ranks that have slices of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from polyreme.zero.offload_tiers import OffloadTiers
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """All units and buckets of this rank's part of a model."""
+    """All units and buckets that this rank has of a model."""
 
     root: Unit
     units: Sequence[Unit]
@@ -43,7 +43,7 @@ class Placement:
 
     @cached_property
     def where(self) -> Mapping[str, tuple[Bucket, Slot]]:
-        """The place of each parameter, by any of its names."""
+        """The bucket and slot of each parameter, by any of its names."""
         return {name: (b, slot) for b in self.buckets for names, slot in self.named(b) for name in names}
 
     @property
@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def unchanged(self) -> set[int]:
-        """Ids of the parameters that have the shape that they were placed with."""
+        """Ids of the parameters that still have the shape with which they were placed."""
         pairs = (
             (p, slot)
             for bucket in self.buckets
@@ -62,20 +62,20 @@ class Placement:
         return {id(parameter) for parameter, slot in pairs if tuple(parameter.shape) == slot.shape}
 
     def publish(self) -> None:
-        """Give all ranks what changed of the parameters of this one."""
+        """Send this rank's changed parameters to the other ranks."""
         for work in [bucket.publish() for bucket in self.buckets]:
             work.settle()
 
     def write(self, name: str, whole: Tensor) -> None:
-        """Set a parameter to `whole`, of which this rank keeps its part."""
+        """Set a parameter to `whole`, of which this rank keeps its slice, or its shard of that."""
         bucket, slot = self.where[name]
         bucket.write(slot, self.division.local(name, whole))
 
     def tensors(
         self, master: bool = False, among: Collection[str] | None = None
     ) -> Iterator[tuple[Sequence[str], Tensor]]:
-        """Every parameter of the whole model, whole, with all its names; each valid until the next. All ranks
-        must call. among: names; then buckets without any of these are left out."""
+        """Yield every parameter of the whole model, whole, with all its names; each is valid until the next.
+        All ranks must call. among: names; buckets without any of these are left out."""
         return self._joined(
             self.holding(among),
             lambda b: b.whole(master),
@@ -83,7 +83,7 @@ class Placement:
         )
 
     def holding(self, among: Collection[str] | None) -> list[Bucket]:
-        """This rank's buckets that have any of these names, or all."""
+        """Return this rank's buckets that have any of these names, or all buckets."""
         return [
             b
             for b in self.buckets
@@ -91,7 +91,7 @@ class Placement:
         ]
 
     def gradients(self) -> Iterator[tuple[Sequence[str], Tensor]]:
-        """Every reduced gradient, likewise."""
+        """Yield every reduced gradient, whole, as `tensors` does."""
         return self._joined(
             self.trainable,
             lambda bucket: bucket.gradients.whole(),
@@ -104,20 +104,21 @@ class Placement:
         whole: Callable[[Bucket], Tensor],
         dtype_of: Callable[[Bucket], torch.dtype],
     ) -> Iterator[tuple[Sequence[str], Tensor]]:
-        """What `whole` gives of each bucket's tensors, in this dtype, from all stages."""
+        """Yield the tensors of all stages, whole. `whole` returns a bucket's, of the dtype that `dtype_of`
+        returns."""
         if self.division.pp.size == 1:
             yield from self._of_stage(buckets, whole)
             return
         mine = [
-            (names, list(self.division.shardings[names[0]].cut.shape), str(dtype_of(b)))
+            (names, list(self.division.parameters[names[0]].cut.shape), str(dtype_of(b)))
             for b in buckets
             for names, _ in self.named(b)
         ]
         yield from self._of_all_stages(mine, self._of_stage(buckets, whole))
 
     def buffers(self, model: nn.Module) -> Iterator[tuple[Sequence[str], Tensor]]:
-        """Every persistent buffer of the whole model, by each of its names, of the first stage that uses it.
-        All ranks must call."""
+        """Yield every persistent buffer of the whole model, by each of its names, from the first stage that
+        uses it. All ranks must call."""
         persistent = entries(model).keys()
         found = [
             ([name], buffer)
@@ -135,11 +136,12 @@ class Placement:
     def _of_all_stages(
         self, mine: list[tuple[Sequence[str], list[int], str]], own: Iterator[tuple[Sequence[str], Tensor]]
     ) -> Iterator[tuple[Sequence[str], Tensor]]:
-        """`own`, of which `mine` says names, shapes and dtypes, and what other stages have; each once."""
+        """Yield the tensors of all stages, each once. `mine` has names, shapes and dtypes of this stage's,
+        which `own` yields."""
         pp = self.division.pp
-        told: list[Any] = pp.gather_objects(mine)
+        gathered: list[Any] = pp.gather_objects(mine)
         known: set[str] = set()
-        for rank, theirs in enumerate(told):
+        for rank, theirs in enumerate(gathered):
             for names, shape, dtype in theirs:
                 local = next(own) if rank == pp.rank else None
                 if names[0] in known:
@@ -158,21 +160,21 @@ class Placement:
     def _of_stage(
         self, buckets: Sequence[Bucket], whole: Callable[[Bucket], Tensor]
     ) -> Iterator[tuple[Sequence[str], Tensor]]:
-        """The tensors of this rank's stages, joined over tensor parallelism; one bucket in memory at a
-        time."""
+        """Yield the tensors of this rank's stages, joined over tensor parallelism, with one bucket in memory
+        at a time."""
         for bucket in buckets:
             full = whole(bucket)
             for names, slot in self.named(bucket):
                 yield names, self.joined(slot, full[slot.start : slot.stop])
 
     def joined(self, slot: Slot, local: Tensor) -> Tensor:
-        """The whole of a tensor, of which `local`, flat, is this rank's part. All ranks that it is divided
-        over must call."""
-        over, cut = self.division.over(slot.name), self.division.shardings[slot.name].cut
+        """Return the whole of a tensor, of which `local`, flat, is this rank's slice. All ranks that it is
+        divided over must call."""
+        over, cut = self.division.over(slot.name), self.division.parameters[slot.name].cut
         if cut.is_whole or over.size == 1:
             return local.view(slot.shape)
         return cut.join([shard.view(slot.shape) for shard in over.gathered(local).chunk(over.size)])
 
     def named(self, bucket: Bucket) -> list[tuple[Sequence[str], Slot]]:
-        """All names of each of the bucket's tensors, in the order of its layout."""
+        """Return all names of each of the bucket's tensors, in the order of its layout."""
         return list(zip(bucket.spec.names, bucket.layout.slots, strict=True))

@@ -1,4 +1,4 @@
-"""What decides where a model lies, beside the model and the mesh."""
+"""The settings of a placement, beside the model and the mesh."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Literal
 import torch
 
 from polyreme.config.schema import MemorySection, ZeroSection, is_files, tiers_of
-from polyreme.offload.host_transfer import is_at_hand
+from polyreme.offload.host_transfer import shares_cpu_memory
 from polyreme.optim.quantized_states import States
-from polyreme.zero.formats import Formats
+from polyreme.zero.bucket_spec import Formats
 from polyreme.zero.gradient_sums import Accumulation
 
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """How a model is divided and placed, on `device`.
+    """The settings by which a model is divided and placed, on `device`.
 
-    blocks: how pipeline stages share the blocks out, or how many each has. sample: samples of a micro-batch
-    by which blocks are measured, and tokens of each. tp_plan, sequence_parallel: how tensor parallelism
-    divides modules. zero: what is kept whole, over which ranks, and in buckets of which sizes. memory: where
-    what is kept is. formats: of what is trained. accumulation: how micro-batches are added up. compact:
-    how optimizer states are kept, if not as torch does."""
+    blocks: how pipeline stages share the blocks, or how many each has. sample: samples of a micro-batch with
+    which blocks are measured, and tokens of each. tp_plan, sequence_parallel: how tensor parallelism divides
+    modules. zero: what is kept whole, over which ranks, and the sizes of buckets. memory: the tiers. formats:
+    of trained parameters. accumulation: how micro-batches are summed. compact: the format of optimizer
+    states, if not torch's."""
 
     device: torch.device
     formats: Formats
@@ -38,7 +38,7 @@ class PlacementSettings:
 
     @property
     def gradients_leave(self) -> bool:
-        """Whether reduced gradients of what has its states in a store go to one, too."""
+        """True if reduced gradients of buckets with states in a store go to a store, too."""
         states, _ = tiers_of(self.memory.states)
         reduced, _ = tiers_of(self.memory.gradients)
-        return is_files(reduced) or (not is_at_hand(self.device) and states != ["device"])
+        return is_files(reduced) or (not shares_cpu_memory(self.device) and states != ["device"])

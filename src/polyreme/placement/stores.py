@@ -1,6 +1,6 @@
-"""The stores of what is not in the device's memory: in the host's, or in files.
+"""The stores for numbers outside device memory: in host memory, or in files.
 
-Communication: the name of the run that rank 0 leads."""
+Communication: the name of the run, from rank 0."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from polyreme.placement.settings import PlacementSettings
 from polyreme.zero.offload_tiers import OffloadTiers
 
 RUN = uuid.uuid4().hex
-"""A number that, with the process', names the runs that it leads, as rank 0: engines made one after the other
-may use the same folders."""
+"""A random number that, with the process id, names the runs that this process leads as rank 0: engines made
+one after the other may use the same folders."""
 
 
 def open_stores(settings: PlacementSettings, mesh: Mesh) -> OffloadTiers:
-    """The stores that the settings name, empty. All ranks must call."""
+    """Open the stores that the settings name, empty. All ranks must call."""
     device, memory = mesh.device, settings.memory
     folders, _ = tiers_of(memory.states)
     near, _ = tiers_of(memory.params)
@@ -33,7 +33,7 @@ def open_stores(settings: PlacementSettings, mesh: Mesh) -> OffloadTiers:
     run = mesh.gather_objects(f"{RUN}-{os.getpid()}")[0]
     transfer = HostTransfer.over(device) if folders != ["device"] else None
     states = _store(folders, mesh, run)
-    params = _store(near, mesh, run, copy_stream_to(device), buffers=0)  # it is not streamed
+    params = _store(near, mesh, run, copy_stream_to(device), buffers=0)  # parameters are not streamed
     gradients = None
     if settings.gradients_leave:
         copy_stream = None if transfer is None else transfer.copy_stream
@@ -44,7 +44,7 @@ def open_stores(settings: PlacementSettings, mesh: Mesh) -> OffloadTiers:
 def _store(
     where: Sequence[str], mesh: Mesh, run: str, copy_stream: CopyStream | None = None, buffers: int = BUFFERS
 ) -> Store | None:
-    """This rank's tier in the host's memory, or in folders, claimed for `run`; None for the device."""
+    """Return this rank's store in host memory, or in folders, claimed for `run`; None for the device."""
     if not mesh.has_numbers and where != ["device"]:
         return PlannedStore(not is_files(where), buffers)
     if not is_files(where):

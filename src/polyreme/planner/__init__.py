@@ -1,1 +1,1 @@
-"""What a run will cost, known before it runs."""
+"""The cost of a run, known before it runs."""

@@ -46,12 +46,12 @@ class Flops:
 
     @property
     def model(self) -> int:
-        """What the mathematics asks for, however the activations are kept: the numerator of MFU."""
+        """The operations of the mathematics, however activations are kept: the numerator of MFU."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> int:
-        """What the device really executes (HFU)."""
+        """The operations that the device really executes (HFU)."""
         return self.model + self.recompute
 
 
@@ -95,7 +95,7 @@ def count_flops(
         count._get_raw = True  # type: ignore[attr-defined]  # the counter passes tensors, not shapes
         return count
 
-    formulas = {op: counted(formula) for op, formula in (flop_registry | _FORMULAS).items()}
+    formulas = {op: counted(formula) for op, formula in (flop_registry | FORMULAS).items()}
     log, onednn = logging.getLogger("torch._subclasses.fake_tensor"), torch.backends.mkldnn
     before = log.disabled, onednn.enabled
     # Our error is enough without a logged traceback. Fused recurrent and attention kernels give way to the
@@ -141,7 +141,7 @@ def _fake_like(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of `model` over fake tensors, without its hooks. Call under a `FakeTensorMode`."""
+    """Return a copy of `model` over fake tensors, without its hooks. Call under a `FakeTensorMode`."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():
@@ -188,7 +188,7 @@ def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * math.prod(a.shape if b.ndim == 3 else a.shape[-2:]) * b.shape[-1]
 
 
-_FORMULAS: dict[Any, Formula] = {
+FORMULAS: dict[Any, Formula] = {
     aten.convolution_backward: _convolution_backward,
     aten._grouped_mm: _grouped_mm,
 }
@@ -224,9 +224,9 @@ _PEAKS: tuple[tuple[str, str, float, float, float, float], ...] = (
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> Peak:
-    """The peak of `device` for matrix products in `dtype`, in operations per second.
+    """Return the peak of `device` for matrix products in `dtype`, in operations per second.
 
-    Known accelerators are looked up (dense figures). Everything else, CPUs, parts of a partitioned GPU (MIG)
+    Known accelerators are looked up (dense figures). Everything else, CPUs, partitions of a GPU (MIG)
     and dtypes without a published figure, is measured by a short matrix product, about 50 ms, with the
     threads this process has; ranks that share cores should measure at the same time, so that each finds its
     share. Uses no random generator."""
@@ -238,25 +238,26 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> Peak:
     return _measured_peak(device, dtype)
 
 
-def _known_peak(name: str, dtype: torch.dtype) -> Peak | None:
-    if "MIG" in name:
-        return None
+def data_sheet(name: str) -> tuple[str, dict[str, float]] | None:
+    """Return the label of the accelerator with this name, as its driver gives it, and its dense peak by
+    dtype, in operations per second; None for one that is not in the table, or is part of one (MIG)."""
     for pattern, label, half, tf32, single, double in _PEAKS:
-        if re.search(pattern, name):
+        if re.search(pattern, name) and "MIG" not in name:
             if torch.get_float32_matmul_precision() != "highest":
                 single = tf32
-            by_dtype = {
-                torch.bfloat16: half,
-                torch.float16: half,
-                torch.float32: single,
-                torch.float64: double,
-            }
-            tera = by_dtype.get(dtype, 0)
-            return Peak(tera * 1e12, f"{label}, data sheet, dense") if tera else None
+            by_dtype = {"bf16": half, "fp16": half, "fp32": single, "fp64": double}
+            return label, {dtype: tera * 1e12 for dtype, tera in by_dtype.items() if tera}
     return None
 
 
-def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.05) -> Peak:
+def _known_peak(name: str, dtype: torch.dtype) -> Peak | None:
+    label, flops = data_sheet(name) or ("", {})
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    known = flops.get(short.get(dtype, ""))
+    return Peak(known, f"{label}, data sheet, dense") if known else None
+
+
+def _measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     n = 512 if device.type == "cpu" else 4096
 
     def wait() -> None:
@@ -267,7 +268,7 @@ def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.
         a = torch.linspace(-1, 1, n * n, device=device).view(n, n).to(dtype)
         out = a @ a  # the first product sets up kernels and threads
         wait()
-        best, until = math.inf, time.perf_counter() + seconds
+        best, until = math.inf, time.perf_counter() + 0.05
         while (start := time.perf_counter()) < until:
             torch.mm(a, a, out=out)
             wait()
@@ -279,11 +280,10 @@ def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.
 
 
 def mfu(flops_per_token: float, tokens_per_second: float, peak: float) -> float:
-    """Model FLOPs utilisation of one rank, as a fraction of 1.
+    """Return the model FLOPs utilisation of one rank, as a fraction of 1.
 
     `flops_per_token`: operations the model asks for, `Flops.model` over the tokens of the counted batch.
-    `tokens_per_second`: this rank's. `peak`: operations per second (`Peak.flops`).
-    """
+    `tokens_per_second`: this rank's. `peak`: operations per second (`Peak.flops`)."""
     if peak <= 0:
         raise ModelError(
             f"peak = {peak!r}: a device's peak is positive; take it from `peak_flops(device, dtype)`"

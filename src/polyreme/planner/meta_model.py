@@ -1,9 +1,8 @@
-"""The model that a config describes, without memory for it: whether and how it can be divided, said before
-anything of it is built.
+"""The model that a config describes, without memory, to find out before a run whether and how it can be
+divided.
 
-Invariant: what `divide` refuses, `initialize` would refuse on every rank.
-Communication: none.
-"""
+Invariant: a division that `divide` refuses, `initialize` would refuse on every rank.
+Communication: none."""
 
 from __future__ import annotations
 
@@ -12,24 +11,26 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from polyreme.config.schema import DataSection, MeshSection, ModelSection, PipelineSection
+from polyreme.config.schema import ContextSection, DataSection, MeshSection, ModelSection, PipelineSection
 from polyreme.data import load_tokenizer
 from polyreme.models import huggingface
+from polyreme.models.attention import facts_of
 from polyreme.pipeline.partition import PipelinePartition, partition_model
 from polyreme.pipeline.schedule import Name, stage_ranks
+from polyreme.sequence.choice import Choice, choose, refuse
 from polyreme.tensor import plan as rules
 
 
 def meta_model(section: ModelSection, vocabulary: int | None = None) -> nn.Module:
-    """The model on the meta device; with `vocabulary` tokens, where its own config leaves that open. Raises
-    ConfigError."""
+    """Return the model on the meta device, with `vocabulary` tokens where its own config leaves that open.
+    Raises ConfigError."""
     with torch.device("meta"):
-        return huggingface.skeleton(section.path, section.config, section.trust_remote_code, vocabulary)
+        return huggingface.new_model(section.path, section.config, section.trust_remote_code, vocabulary)
 
 
 def expected(model: ModelSection, data: DataSection) -> nn.Module | None:
-    """The model on the meta device before there is a tokenizer, with as many tokens as it may have; None
-    where the config names no model, or a directory that is not on this machine."""
+    """Return the model on the meta device before there is a tokenizer, with as many tokens as it may have;
+    None where the config names no model, or a directory that is not on this machine."""
     if model.path is None and model.config is None:
         return None
     if any(
@@ -47,11 +48,10 @@ def expected(model: ModelSection, data: DataSection) -> nn.Module | None:
 def divide(
     model: nn.Module, mesh: MeshSection, pipeline: PipelineSection, schedule: Name
 ) -> PipelinePartition | None:
-    """Which pipeline stage has what of `model`, as these sections say, but for times; None where there is one
-    stage.
+    """Assign the blocks of `model` to pipeline stages, as these sections say, without timing them; None for
+    one stage.
 
-    Raises ModelError where the mesh cannot divide the model, over tensor-parallel or over
-    pipeline ranks."""
+    Raises ModelError where the mesh cannot divide the model, over tensor-parallel or over pipeline ranks."""
     if mesh.tp > 1:
         rules.plan(model, mesh.tp, mesh.tp_plan, mesh.sequence_parallel)
     if mesh.pp == 1:
@@ -59,3 +59,10 @@ def divide(
     stages = len(stage_ranks(schedule, mesh.pp, pipeline.virtual))
     counts = None if isinstance(pipeline.blocks, str) else pipeline.blocks
     return partition_model(model, stages, counts=counts, memory=pipeline.blocks == "parameters")
+
+
+def attention(model: nn.Module, mesh: MeshSection, context: ContextSection) -> Choice:
+    """Return how the attention of `model` is computed over context-parallel ranks, and why. Raises
+    ConfigError where its sequences cannot be divided."""
+    refuse(model, context, mesh.cp, mesh.tp, own_loss=True)
+    return choose(context, facts_of(model), mesh.cp, mesh.tp)

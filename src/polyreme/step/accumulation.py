@@ -1,7 +1,7 @@
-"""How the micro-batches of a step are added up, where several come that were not expected.
+"""Room to add up several micro-batches in a step, made only when a loop asks for it.
 
-Invariant: an engine of one micro-batch a step keeps no room for sums. `make_room` gives it that when a loop
-first asks for several; from then on it is as one that was made for them. Communication: none."""
+Invariant: an engine of one micro-batch a step keeps no room for sums; once `make_room` has given it that, it
+is as if made for several. Communication: none."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from polyreme.offload.gradients import OffloadedGradients
 from polyreme.placement.placement import Placement
 from polyreme.step.training_settings import TrainingSettings
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.gradient_sums import Reduced, Whole
+from polyreme.zero.gradient_sums import ReducedSum, WholeSum
 
 
 def has_room(placement: Placement) -> bool:
-    """Whether several micro-batches can be added up."""
+    """Return whether several micro-batches can be added up."""
     return all(bucket.gradients.sums.several for bucket in placement.trainable)
 
 
 def make_room(placement: Placement, settings: TrainingSettings) -> None:
-    """Let an engine of one micro-batch a step add several up from the coming step on. Raises BatchError where
-    gradients are in files, which have space for one."""
+    """Make room to add up several micro-batches from the coming step on. Raises BatchError where gradients
+    are in files, which have space for one."""
     if has_room(placement):
         return
     _refuse_files(
@@ -38,8 +38,8 @@ def make_room(placement: Placement, settings: TrainingSettings) -> None:
 
 
 def keep_adding(placement: Placement, settings: TrainingSettings) -> None:
-    """Let more gradients be added to those of a step that are reduced already. Raises BatchError where they
-    are in files."""
+    """Make it possible to add gradients to those of a step that are reduced already. Raises BatchError where
+    they are in files."""
     _refuse_files(
         placement,
         "a backward after the last one of a step, whose gradients are in files (memory.gradients): call "
@@ -48,8 +48,8 @@ def keep_adding(placement: Placement, settings: TrainingSettings) -> None:
     reduce, each = settings.several.reduce, settings.reduces_each
     for bucket in placement.trainable:
         sums = bucket.gradients.sums
-        if isinstance(sums, Whole):
-            sums = Reduced(reduce, reduce, _store(bucket, placement, reduce), reduces_each=each)
+        if isinstance(sums, WholeSum):
+            sums = ReducedSum(reduce, reduce, _store(bucket, placement, reduce), reduces_each=each)
         bucket.gradients.keep_adding(sums)
 
 
@@ -62,7 +62,7 @@ def _refuse_files(placement: Placement, why: str) -> None:
 def _store(
     bucket: Bucket, placement: Placement, dtype: torch.dtype, adds: bool = False
 ) -> OffloadedGradients | None:
-    """Another store for the reduced gradients of a bucket, where it has one."""
+    """Reserve another store for the reduced gradients of a bucket, if it has one now."""
     states = bucket.offloaded_states
     if bucket.gradients.sums.store is None or states is None:
         return None

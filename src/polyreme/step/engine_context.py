@@ -1,5 +1,4 @@
-"""What an engine has from its beginning to its end, whatever becomes of its model: each `Training`, the first
-one and those after a refresh, gets it whole.
+"""What of an engine outlives a refresh of its model: each `Training` gets it whole.
 
 Communication: none."""
 
@@ -10,17 +9,20 @@ from typing import Any
 
 from polyreme.checkpoint.save import Saver
 from polyreme.distributed.mesh import Mesh
+from polyreme.sequence.context import ContextParallel
 from polyreme.step.batch.loaders import Loaders
 from polyreme.step.memory.activations import Activations
+from polyreme.step.sentinels import Spikes
 from polyreme.step.state.randomness import Randomness
 from polyreme.step.training_settings import TrainingSettings
-from polyreme.step.user.optimizer_view import Source
+from polyreme.step.user.optimizer_view import ShownOptimizer
 
 
 @dataclass(frozen=True)
 class EngineContext:
-    """optimizer, scheduler: what the user gave. activations: which of a model's blocks have their forwards
-    set. saver: writes checkpoints. shown: the optimizer as users see it."""
+    """optimizer, scheduler: as the user gave them. activations: sets the forwards of a model's blocks. saver:
+    writes checkpoints. spikes: finds unusual losses and norms. sequences: divides them over mesh.cp; None
+    where it is 1. shown: the optimizer as users see it."""
 
     settings: TrainingSettings
     mesh: Mesh
@@ -30,4 +32,6 @@ class EngineContext:
     activations: Activations
     saver: Saver
     loaders: Loaders
-    shown: Source = field(default_factory=Source)
+    spikes: Spikes
+    sequences: ContextParallel | None = None
+    shown: ShownOptimizer = field(default_factory=ShownOptimizer)

@@ -1,6 +1,7 @@
-"""Steps with a NaN or an Inf in their loss or gradients: whether they end training, are skipped, or are made.
+"""The treatment of steps with a NaN or Inf in loss or gradients: training ends, or the step is skipped, or
+made all the same.
 
-Communication: none; the totals that tell of one are the same on all ranks."""
+Communication: none; the totals that show one are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ class NonFinite:
     """Decides by the loss scale, or without a dynamic one by `precision.on_nonfinite`."""
 
     def __init__(self, precision: PrecisionSection, progress: TrainingProgress, warns: bool) -> None:
-        """warns: whether this rank tells of the first step that is skipped or made by on_nonfinite."""
+        """warns: whether this rank warns of the first step that on_nonfinite skips or makes."""
         self._precision, self._progress, self._warns = precision, progress, warns
 
     def skips(self, totals: Totals) -> bool:
-        """Whether the step of `totals` leaves the weights alone. Raises NumericsError where it ends training:
-        nothing is updated then."""
+        """Return whether the step of `totals` leaves the weights alone. Raises NumericsError where it ends
+        training; nothing is updated then."""
         if totals.is_finite or not totals.weight:
             return False
         scale, on_nonfinite = self._progress.scale, self._precision.on_nonfinite

@@ -1,4 +1,4 @@
-"""Where a step is, which backward is its last, and what may come next.
+"""The phase of a step, its last backward, and the calls that may come next.
 
 Communication: none."""
 
@@ -11,8 +11,8 @@ from typing import Literal
 from polyreme.errors import OrderError
 
 Phase = Literal["idle", "accumulating", "ended", "reduced"]
-"""idle: no backward has begun. accumulating: some have. ended: the last has, as far as that is known.
-reduced: the totals over the ranks are taken, and the update may come."""
+"""idle: no backward has begun. accumulating: some have. ended: the last one has, as far as is known. reduced:
+the totals over the ranks are taken, and the update may come."""
 NEXT: Mapping[Phase, Collection[Phase]] = {
     "idle": ["accumulating", "ended", "reduced"],
     "accumulating": ["accumulating", "ended", "reduced"],
@@ -21,38 +21,38 @@ NEXT: Mapping[Phase, Collection[Phase]] = {
 }
 """The legal moves of a step that is neither extended nor dropped."""
 UNKNOWN = 1 << 60
-"""Backwards of a step to come, where only their last is announced."""
+"""A number of backwards for a step of which only the last is announced."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which backward is the last of a step: by count, the `microbatches`th; or where the caller announces it,
-    the coming one if it `is_last`."""
+    """The rule by which a backward is the last of its step: the `microbatches`th; or, where the caller
+    announces it, the coming one if `is_last`."""
 
     microbatches: int
     is_last: bool | None = None
     extend: bool = False
-    """Whether a backward after the last one is added."""
+    """True if a backward after the last one is added."""
     own: float = 1.0
-    """What a mean over ranks multiplies losses by whose backward the user begins."""
+    """The factor that a mean over ranks puts on losses whose backward the user begins."""
 
     @property
     def announced(self) -> bool:
-        """Whether the caller says which one is the last."""
+        """True if the caller announces the last backward."""
         return self.is_last is not None
 
     @property
     def to_come(self) -> int:
-        """How many backwards come, the last included, as long as none has."""
+        """Backwards of a step that has had none."""
         return self.microbatches if self.is_last is None else 1 if self.is_last else UNKNOWN
 
     def ends(self, microbatch: int) -> bool:
-        """Whether the backward of this one, counted from 1, is the last."""
+        """Return whether the backward of this micro-batch, counted from 1, is the last."""
         return microbatch == self.microbatches if self.is_last is None else self.is_last
 
 
 class Order:
-    """What has been done of a step, by its `plan`."""
+    """The progress within a step, by its `plan`."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -62,20 +62,20 @@ class Order:
         """Begin a step."""
         self.phase: Phase = "idle"
         self.microbatches = 0
-        """Those whose backward the user's loop has begun."""
+        """Micro-batches whose backward the user's loop has begun."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the last backward has begun."""
+        """True if the last backward has begun."""
         return self.phase in ("ended", "reduced")
 
     def begin(self, last: bool = True) -> None:
-        """A backward of the user's loop begins, the `last` one of a micro-batch."""
+        """Note that a backward of the user's loop begins, the `last` one of a micro-batch."""
         self.move("ended" if last and self.plan.ends(self.microbatches + 1) else "accumulating")
         self.microbatches += last
 
     def move(self, to: Phase) -> None:
-        """Raise OrderError where that is no legal move."""
+        """Enter a phase. Raises OrderError where that is no legal move."""
         if to not in NEXT[self.phase]:
             raise OrderError(
                 f"a step that is {self.phase} cannot be {to}: call zero_grad(), and begin it again"
@@ -83,5 +83,5 @@ class Order:
         self.phase = to
 
     def extend(self) -> None:
-        """Let a step that has had its last backward have another one."""
+        """Allow another backward after the last one."""
         self.phase = "accumulating"

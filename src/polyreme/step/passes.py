@@ -1,7 +1,7 @@
 """The forwards and backwards of this rank: its row of the schedule on the micro-batches of a step, for
-training, for evaluation, and once more to find what made a NaN.
+training, for evaluation, and once more to find the origin of a NaN.
 
-Communication: what the row's actions do (`pipeline.executor`), and the totals of an evaluation."""
+Communication: that of the row's actions (`pipeline.executor`), and the totals of an evaluation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Action, next_backwards
 from polyreme.step.batch.batches import MicroBatch, filled, is_list, micro_batches, micro_batches_of
 from polyreme.step.engine_context import EngineContext
-from polyreme.step.loss.graph import Unrecorded, of_no_engine, refuse_penalty
+from polyreme.step.loss.graph import Unrecorded, refuse_penalty, untrained_parameters
 from polyreme.step.loss.objective import Objective
 from polyreme.step.memory.fit import UNKNOWN, FirstBatch, agreed, derived
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
 from polyreme.step.step import Step, count_elsewhere
-from polyreme.tensor.rng import generators, go_on_from
+from polyreme.tensor.rng import restore_rng_states, rng_states
 from polyreme.zero.gather import Blocks
 
 
@@ -43,8 +43,8 @@ class EvalResult:
 
 
 class Passes:
-    """Performs forwards and backwards of `module`. `step` and `blocks` take what they give, and have the
-    parameters for them."""
+    """Runs forwards and backwards of the model; `blocks` gathers parameters for them, and `step` takes losses
+    and gradients."""
 
     def __init__(
         self,
@@ -56,19 +56,21 @@ class Passes:
         blocks: Blocks,
         first: FirstBatch | None,
     ) -> None:
-        """stages: how to run each stage of this rank. first: what is still to tell how batches are cut, if
-        something is."""
+        """stages: how to run each stage of this rank. first: finds how many samples fit, if the config leaves
+        that open."""
         mesh = context.mesh
         self._settings, self._mesh, self._randomness = context.settings, mesh, context.randomness
+        self._sequences = context.sequences
+        self._uncalled = {*pipeline.mine}  # stages that had no backward yet
         self._objective, self._activations = objective, context.activations
         self._step, self._blocks, self._first = step, blocks, first
         self._follow(pipeline)
-        self._looked = mesh.pp.size == 1  # at the loss of a pipeline
-        self._told = objective.is_own  # of parameters that a loss_fn has
+        self._loss_checked = mesh.pp.size == 1  # True once the loss of a pipeline was checked
+        self._warned_untrained = objective.is_own  # warned of parameters of a loss_fn
         model, repeated = objective.model, (nn.ModuleList, nn.Sequential)
         lists = (name for name, m in model.named_modules() if isinstance(m, repeated))
         self._lists = tuple(f"{name}.".lstrip(".") for name in lists)
-        self._parameters = [] if self._looked else [*model.named_parameters()]
+        self._parameters = [] if self._loss_checked else [*model.named_parameters()]
         self._of_blocks = {id(p): name for name, p in self._parameters if name.startswith(self._lists)}
         self._absent = [] if objective.is_own else absent(model)
         self._stages = Stages(pipeline.rank_of, mesh, stages)
@@ -76,17 +78,18 @@ class Passes:
             enter=lambda action: self.enter(action.stage, action.microbatch or 0, self._coming[action]),
             forward=self._output,
             loss=self._take,
-            root=lambda each, loss: step.root(loss[0], loss[1], each.tokens, each.samples),
+            root=lambda each, loss: step.root(loss[0], loss[1], *self._counts(each)),
             differentiate=self._differentiate,
-            look=self._look_beside,
+            look=self._plain_output,
         )
 
     def _follow(self, pipeline: PipelineRank) -> None:
         self._pipeline, self._coming = pipeline, next_backwards(pipeline.row)
 
     def fitted(self, batch: Any, found: list[MicroBatch]) -> list[MicroBatch]:
-        """The micro-batches of a step: those `found`; or, where it has to be told still how many fit, as many
-        from now on as a run had that goes on, or as the first of them tells. All ranks must call."""
+        """Return the micro-batches of a step: `found`, or others where the first step decides how many
+        samples fit. That number is the resumed run's, or what the first micro-batch shows; later steps keep
+        it. All ranks must call."""
         if self._first is None:
             return found
         first = partial(self._first.fit, batch=found[0], objective=self._objective)
@@ -106,33 +109,62 @@ class Passes:
 
     @contextmanager
     def step(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Row]:
-        """This rank's row of a step, to be gone through inside.
+        """Yield this rank's row of a step, to be executed inside.
 
-        Raises NumericsError that comes from inside with what made a NaN or an Inf."""
-        before, device = generators(self._mesh.device), self._mesh.device
-        # counting on a device would wait for it
-        weights = [self._objective.visible_weight(m.batch) if m.samples else 0 for m in micro_batches]
+        A NumericsError from inside is raised with the module that first made a NaN or Inf."""
+        before, device = rng_states(self._mesh.device), self._mesh.device
+        # before they are moved, as counting on a device would wait for it
+        parts = [self._part(each.batch, i) for i, each in enumerate(micro_batches)]
+        weights = [
+            self._objective.visible_weight(part) if each.samples else 0
+            for part, each in zip(parts, micro_batches, strict=True)
+        ]
         moved = [
             MicroBatch(
-                cast_floating(each.batch, None, device),
+                cast_floating(part, None, device),
                 each.samples,
                 each.samples and huggingface.count_tokens(each.batch),
                 weight,
             )
-            for each, weight in zip(micro_batches, weights, strict=True)
+            for each, part, weight in zip(micro_batches, parts, weights, strict=True)
         ]
-        if not self._pipeline.has_loss and self._pipeline.counts(self._mesh.pp):  # a simulated rank
-            count_elsewhere(self._step, moved)
+        if not self._pipeline.has_loss and self._pipeline.counts(self._mesh.pp):  # on a simulated rank
+            for each in moved:
+                count_elsewhere(self._step, each.weight or each.samples, *self._counts(each))
         try:
             with self._row(moved) as row:
                 yield row
         except NumericsError as error:
-            go_on_from(before, device)
-            raise NumericsError(f"{error}{self._diagnose(moved)}") from None
+            restore_rng_states(before, device)
+            why = self._diagnose(moved)
+            self._step.failed = self._step.begun
+            raise NumericsError(f"{error}{why}") from None
+        except BaseException:
+            self._step.failed = self._step.begun
+            raise
+        finally:
+            self._end_sequences()
+
+    def _part(self, batch: Any, microbatch: int = 0) -> Any:
+        """Return this rank's part of the sequences of a micro-batch, to which it goes on."""
+        if self._sequences is None:
+            return batch
+        part = self._sequences.cut(batch, microbatch)
+        self._sequences.at(microbatch)
+        return part
+
+    def _end_sequences(self) -> None:
+        if self._sequences is not None:
+            self._sequences.at(None)
+
+    def _counts(self, micro_batch: MicroBatch) -> tuple[float, float]:
+        """Return the tokens and samples that this rank counts, of those that ranks of mesh.cp share."""
+        first = self._mesh.cp.alone()
+        return micro_batch.tokens * first, micro_batch.samples * first
 
     def _row(self, micro_batches: Sequence[MicroBatch]) -> Row:
-        shapes = [_shapes(each.batch) for each in micro_batches]
-        return Row(self._stages, self._pipeline.row, self._training, micro_batches, shapes)
+        shapes, place = [_shapes(each.batch) for each in micro_batches], self._pipeline
+        return Row(self._stages, place.row, self._training, micro_batches, shapes, place.arrived)
 
     def evaluate(self, model: nn.Module, batch: Any) -> EvalResult:
         """See `Engine.eval_step`."""
@@ -142,7 +174,7 @@ class Passes:
             loss_sum, weight = self._loss(output, micro_batch.batch, None if micro_batch.samples else 0)
             totals.add_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
 
-        self._look(model, batch, add)
+        self._run_evaluation(model, batch, add)
         totals *= self._pipeline.counts(self._mesh.pp) * self._mesh.tp.alone()
         self._mesh.world.all_reduce(totals).wait()
         loss_sum, total = totals.tolist()
@@ -156,13 +188,15 @@ class Passes:
             if micro_batch.samples:
                 found.append(function(output, micro_batch.batch))
 
-        self._look(model, batch, take)
+        self._run_evaluation(model, batch, take)
         return found
 
     def enter(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
-        """Prepare a forward or backward for training; `coming`: the stage and micro-batch of the backward
-        after it."""
+        """Prepare a forward or backward for training. `coming`: stage and micro-batch of the backward after
+        it."""
         self._blocks.at(stage, microbatch)
+        if self._sequences is not None:
+            self._sequences.at(microbatch)
         self._step.buffers.watch()
         weight_gradients.expect(Action("B", stage, microbatch) in self._pipeline.halved)
         if self._activations.offload is not None:
@@ -170,14 +204,14 @@ class Passes:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """The context of a forward and its loss."""
-        states = None if self._settings.compiles else self._step.states  # what watches would be compiled
+        """Context of a forward and its loss."""
+        states = None if self._settings.compiles else self._step.states  # watching would be compiled, too
         watching = nullcontext() if states is None else states.watching()
         with autocast(self._settings.precision.compute, self._mesh.device), watching:
             yield
 
-    def _look(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
-        """The forwards of an evaluation; on the last stage, `take(micro-batch, output)` of each."""
+    def _run_evaluation(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
+        """Run the forwards of an evaluation, and on the last stage `take(micro-batch, output)` for each."""
         micro_batches = micro_batches_of(batch, self._settings.batches.now)
         counts: list[Any] = self._mesh.data.gather_objects(len(micro_batches))
         calls = Calls(
@@ -191,82 +225,89 @@ class Passes:
             inside = self._randomness.inside(self._step.state.step, "look")
             with torch.no_grad(), self.autocast(), inside:
                 for each in filled(micro_batches, max(counts)):
-                    moved = replace(each, batch=cast_floating(each.batch, None, self._mesh.device))
+                    moved = replace(
+                        each, batch=cast_floating(self._part(each.batch), None, self._mesh.device)
+                    )
                     Row(
                         self._stages, self._pipeline.forward_row, calls, [moved], [_shapes(moved.batch)]
                     ).run()
         finally:
+            self._end_sequences()
             for module, mode in modes.items():
                 module.training = mode
 
     def _take(self, micro_batch: MicroBatch, output: Any) -> tuple[Tensor, float]:
-        """The loss of a micro-batch that is trained on."""
+        """Return the loss of a micro-batch that is trained on."""
         with self._activations.measured(), self.autocast():
             with shown(self._absent), self._watched(output):
                 loss = self._loss(output, micro_batch.batch, micro_batch.weight)
-            self._look_at(output, *loss)
+            self._check_loss(output, *loss)
         self._activations.end_microbatch()
         return loss
 
     def _loss(self, output: Any, batch: Any, weight: float | None) -> tuple[Tensor, float]:
-        """The loss of a micro-batch, in which divided parameters are not read."""
+        """Return the loss of a micro-batch, within which divided parameters may not be read."""
         states = self._step.states
-        with nullcontext() if states is None or self._objective.is_own else states.parts:
+        with nullcontext() if states is None or self._objective.is_own else states.divided:
             return self._objective.loss(output, batch, weight)
 
     def _watched(self, output: Any) -> AbstractContextManager[object]:
-        """Refuses what a script's loss in a pipeline reads without a graph."""
-        if self._looked or self._objective.is_own or self._settings.compiles:
+        """Context that refuses, in a pipeline, a script's loss that reads parameters without a graph."""
+        if self._loss_checked or self._objective.is_own or self._settings.compiles:
             return nullcontext()
         return Unrecorded(self._of_blocks, huggingface.tensors_in(output))
 
-    def _look_at(self, output: Any, loss: Tensor, weight: float) -> None:
-        """Refuse a loss that the stages of a pipeline cannot compute; a model's own is looked at once.
-        Say once that nobody trains what a loss_fn has of its own."""
-        if not self._told and loss.grad_fn is not None:
-            self._told = True
-            if others := of_no_engine(loss):
+    def _check_loss(self, output: Any, loss: Tensor, weight: float) -> None:
+        """Refuse a loss that the stages of a pipeline cannot compute (a model's own is checked once), and
+        warn once of parameters of a loss_fn that no engine trains."""
+        if not self._warned_untrained and loss.grad_fn is not None:
+            self._warned_untrained = True
+            if others := untrained_parameters(loss):
                 shapes = named([f"of shape {tuple(each.shape)}" for each in others])
                 warn(_UNTRAINED.format(shapes), every=self._mesh.pp.size > 1)
-        if self._looked or not weight or loss.grad_fn is None:
+        if self._loss_checked or not weight or loss.grad_fn is None:
             return
-        self._looked = self._objective.is_own
+        self._loss_checked = self._objective.is_own
         outputs = [] if self._objective.is_own else huggingface.tensors_in(output)
         made = [each for each in outputs if each.grad_fn is not None]
         refuse_penalty(loss, made, self._parameters, self._lists, len(self._pipeline.mine) == 1)
 
     def _output(self, micro_batch: MicroBatch) -> Any:
-        """The model's output for one micro-batch that is trained on."""
+        """Return the model's output for a micro-batch that is trained on."""
         with self._activations.measured(), self.autocast():
             output = self._objective.output(micro_batch.batch)
         if not self._pipeline.has_loss:
             self._activations.end_microbatch()
         return output
 
-    def _look_beside(self, micro_batch: MicroBatch) -> Any:
-        """The same, but nothing is measured or watched."""
+    def _plain_output(self, micro_batch: MicroBatch) -> Any:
+        """Return the model's output for a micro-batch, without measuring or watching."""
         with autocast(self._settings.precision.compute, self._mesh.device):
             return self._objective.output(micro_batch.batch)
 
     def _differentiate(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> Callable[[], None] | None:
-        """The backward that was entered, or its first half."""
+        """Run the backward that was entered, or its first half; then return the second half."""
+        if self._sequences is not None and self._uncalled:
+            self._uncalled.discard(stage)
+            if not self._uncalled:
+                self._sequences.check()
         if weight_gradients.expected():
             return self._step.differentiate_inputs(stage, roots, gradients)
         self._step.differentiate(stage, roots, gradients)
         return None
 
     def _diagnose(self, micro_batches: Sequence[MicroBatch]) -> str:
-        """Run the step's forwards and backwards again, watched, and tell which module first made a NaN or
+        """Run the step's forwards and backwards again, watched, and return which module first made a NaN or
         Inf, and on which rank."""
         self._step.begin()
         inside = self._randomness.inside(self._step.state.step, "step")
         with watch_nonfinite(self._objective.model) as found, inside:
             self._row(micro_batches).run()
-        told = self._mesh.gather_objects((self._mesh.rank, *found[:1]))
-        reports = [report for report in told if len(report) > 1]
-        # what another stage made spoils the gradients of those before it, and the outputs of those after
+        gathered = self._mesh.gather_objects((self._mesh.rank, *found[:1]))
+        reports = [report for report in gathered if len(report) > 1]
+        # a bad number spoils gradients of earlier stages and outputs of later ones
         for later in (GRADIENT, MODEL):
             reports = [report for report in reports if later not in report[1]] or reports
         lines = [f"\n  rank {rank}: first made by {what}" for rank, what in sorted(reports)]
@@ -282,7 +323,7 @@ _UNTRAINED = (
 
 
 def _shapes(batch: Any) -> Hashable:
-    """Shape and dtype of every tensor in a batch."""
+    """Return shape and dtype of every tensor in a batch."""
     return tuple(
         (tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)
     )

@@ -1,11 +1,10 @@
-"""Number formats, the loss scale, the sums behind norm, overflow and loss, and the search for the module that
-made a NaN.
+"""Number formats, the loss scale, the norm of gradients, and the search for the module that made a NaN.
 
 Invariant: the squared norm of a shard is summed in rows of ALIGN elements that never straddle two tensors,
 then in float64, so that it does not depend on how tensors are laid out in buckets and shards (to the
 precision of a float32 norm).
-Communication: none; the engine's one all-reduce of float64 totals a step carries norm, overflow, loss and
-weight together."""
+Communication: none; one all-reduce of float64 totals a step carries norm, overflow, loss and weight
+together."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from polyreme.errors import warn
 from polyreme.models.huggingface import map_leaves, tensors_in
 
 GRADIENT, MODEL = "the gradient of the parameter", "the forward of the model ("
-"""How `watch_nonfinite` names a gradient, and the whole model's forward."""
+"""Names of a gradient and of the whole model's forward in the findings of `watch_nonfinite`."""
 AUTOCAST = {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}
-"""What torch.autocast computes in, by precision.compute."""
+"""The dtype of torch.autocast, by precision.compute."""
 DTYPES = {
     **dict.fromkeys(AUTOCAST, torch.float32),
     "fp64": torch.float64,
@@ -37,12 +36,12 @@ DTYPES = {
 
 
 def autocast(compute: str, device: torch.device) -> AbstractContextManager[Any]:
-    """What a forward and its loss run in: torch.autocast where the config asks for it."""
+    """Return the context of a forward and its loss: torch.autocast where the config asks for it."""
     return torch.autocast(device.type, AUTOCAST[compute]) if compute in AUTOCAST else nullcontext()
 
 
 def master_dtype(compute: torch.dtype) -> torch.dtype:
-    """What the optimizer updates: float32, or float64 where the model computes in it."""
+    """Return the dtype that the optimizer updates: float32, or float64 where the model computes in it."""
     return torch.float64 if compute == torch.float64 else torch.float32
 
 
@@ -61,10 +60,10 @@ def warn_of_default(module: nn.Module, compute: str) -> None:
 class LossScale:
     """The factor on the loss that keeps small fp16 gradients from vanishing (Micikevicius et al., 2018).
 
-    Dynamic: after `interval` good steps it grows by `growth`; after `hysteresis` overflows, and at each one
-    from then on, it shrinks by `backoff`, not below `minimum`. A growth, or with `forgets` a good step, makes
-    their count begin anew. The first growth, and the first after an overflow, take `delay` good steps more.
-    Static (dynamic=False): it stays. All values powers of two keep scaling exact."""
+    Dynamic: after `interval` good steps it grows by `growth`. After `hysteresis` overflows, and at each
+    further one, it shrinks by `backoff`, not below `minimum`. A growth resets the count of overflows, and so
+    does a good step if `forgets`. The first growth, and the first after an overflow, take `delay` more good
+    steps. Static (dynamic=False): it stays. Scaling is exact where all values are powers of two."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -83,11 +82,11 @@ class LossScale:
 
     @property
     def is_least(self) -> bool:
-        """Whether an overflow now should make it smaller, and cannot."""
+        """True if the next overflow should shrink the scale and cannot."""
         return self.dynamic and self.overflows + 1 >= self.hysteresis and self.value == self.minimum
 
     def update(self, overflow: bool) -> None:
-        """Take note of one step that did or did not overflow."""
+        """Count one step, with or without overflow."""
         if not self.dynamic:
             return
         if overflow:
@@ -103,7 +102,7 @@ class LossScale:
 
 
 def loss_scale(section: PrecisionSection) -> LossScale:
-    """The loss scale that the config's section asks for: 1 unless it computes in fp16."""
+    """Return the loss scale of the config's section: 1 unless it computes in fp16."""
     if section.compute not in SCALED or section.loss_scale is None:
         return LossScale()
     dynamic = section.loss_scale == "dynamic"
@@ -122,21 +121,22 @@ def loss_scale(section: PrecisionSection) -> LossScale:
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """What to multiply gradients of global norm `norm` by so that it is at most `limit`, as torch's
-    clip_grad_norm_ does."""
+    """Return the factor that brings gradients of global norm `norm` to at most `limit`, as in torch's
+    clip_grad_norm_."""
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
 def norm_of(squares: float, factor: float, dtype: torch.dtype) -> float:
-    """sqrt(squares) * factor in the master's `dtype`: rounded to float32, the norm no longer depends on the
-    order of the sum."""
+    """Return sqrt(squares) * factor in the master's `dtype`: rounded to float32, the norm does not depend on
+    the order of the sum."""
     norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.inf
     return torch.tensor(norm, dtype=dtype).item()
 
 
 def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device | None = None) -> object:
-    """`value` with every floating tensor in it in `dtype`, every tensor on `device` (None: as they are), in
-    dataclasses too; on `device` what else has a `to`, as batches of graphs; other things as they are."""
+    """Return `value`, any nesting of containers and dataclasses, with floating tensors in `dtype` and all
+    tensors on `device` (None: as they are). Other objects with a `to`, such as batches of graphs, are moved
+    too."""
 
     def cast(leaf: Any) -> object:
         if not isinstance(leaf, Tensor):
@@ -145,7 +145,7 @@ def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device
         moved = leaf.to(
             device=device, dtype=wanted, non_blocking=device is not None and device.type == "cuda"
         )
-        # autograd keeps none that was made in inference mode
+        # autograd saves no inference tensors
         return moved.clone() if moved.is_inference() and not torch.is_inference_mode_enabled() else moved
 
     return map_leaves(cast, value)
@@ -153,9 +153,9 @@ def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device
 
 @contextmanager
 def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
-    """Note, while open, in the yielded list what first makes a NaN or an Inf: a module from finite inputs in
+    """Find the first NaN or Inf while open, and put it into the yielded list: a module from finite inputs in
     forward, a module's backward from finite output gradients, or the gradient of a parameter. Slow: for the
-    diagnosis of a step that failed."""
+    diagnosis of a failed step."""
     found: list[str] = []
 
     def note(what: str) -> None:
@@ -170,7 +170,7 @@ def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
             inputs = (args, kwargs)
             if not _finite(output):
                 if _finite(inputs):
-                    # else released already
+                    # the others are released already
                     held = [p for p in module.parameters(recurse=False) if p.untyped_storage().nbytes()]
                     note(
                         f"the forward of {title} from finite inputs"
@@ -182,7 +182,7 @@ def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
         return check
 
     def backward(title: str, inputs: object, output: object) -> None:
-        """Hook the tensors: module hooks of torch wrap outputs, which forbids models to change them in
+        """Hook the tensors, as torch's module hooks wrap outputs and so forbid models to change them in
         place."""
         healthy: list[bool] = []
         for tensor in tensors_in(output):

@@ -1,137 +1,202 @@
-"""Whether the copies of parameters that several ranks have, over tensor parallelism or because stages of a
-pipeline share them, still have the same numbers. (Of those over data parallelism see
-`placement.full_parameters`.)
+"""A check that what several ranks have copies of is still the same on all of them: parameters and masters
+that data parallelism replicates, and those that tensor parallelism or tied pipeline stages do.
 
-Invariant: all ranks look at the same steps: the first ones, and then every `EVERY`-th. A difference of more
-than rounding raises the same error on every rank.
-Communication: one number with the totals of a step; where copies differ, digests of all of them, and the
-numbers of those that do."""
+Invariant: all copies are compared once within `every` steps, an equal part in each step, the same part on all
+ranks that have it. A difference raises the same error on every rank; where it is within rounding, and between
+ranks that compute by themselves (tp, pp), there is one warning instead.
+Communication: one number with the totals of a step. Where copies differ, checksums of all that the step
+compared, and the numbers of those that do."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polyreme.distributed.mesh import Axis, Mesh
-from polyreme.errors import ModelError, named
-from polyreme.layout.bucket_layout import Slot
-from polyreme.layout.intervals import overlap
+from polyreme.errors import ModelError, named, ranks_named, warn
+from polyreme.layout.bucket_layout import align
+from polyreme.layout.intervals import Interval, ceil_div, overlap
+from polyreme.placement.full_parameters import checksum
 from polyreme.placement.placement import Placement
 from polyreme.zero.bucket import Bucket
 
-FIRST, EVERY = 3, 100
-"""Steps that look at the numbers with which they began."""
+LEAST = 1 << 18
+"""Fewest numbers that a step compares over an axis: fewer save nothing."""
 PIECE = 1 << 20
-"""Numbers looked at together."""
-SHOWN = 5
-WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Numbers gathered at a time where copies differ."""
 BITS = 24
 
-Copies = list[tuple[Bucket, Slot]]
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Elements [start, stop) of a bucket's flat buffer, in whole lines of ALIGN: of the optimizer's copy, or
+    of the whole parameters."""
+
+    bucket: Bucket
+    start: int
+    stop: int
+    masters: bool = True
+
+    def cut(self, size: int) -> Iterator[Part]:
+        """Yield parts of `size` elements at most."""
+        for start in range(self.start, self.stop, size):
+            yield Part(self.bucket, start, min(start + size, self.stop), self.masters)
+
+    def numbers(self) -> Tensor:
+        """Return the numbers, of this rank's own memory where they are in the device's."""
+        bucket, first = self.bucket, self.bucket.region.start
+        if not self.masters:
+            return bucket.full[self.start : self.stop]
+        if bucket.master is None:
+            return bucket.read_masters(self.start, self.stop)
+        return bucket.master[self.start - first : self.stop - first]
 
 
-def looks(step: int) -> bool:
-    """Whether this step, counted from 1, is one of those that look."""
-    return step <= FIRST or step % EVERY == 0
+class Difference(NamedTuple):
+    """A parameter whose copies differ over an axis: on the ranks `apart`, from those of the `others`; by how
+    much at most, of numbers up to what size."""
+
+    name: str
+    axis: str
+    apart: list[int]
+    others: list[int]
+    most: float
+    size: float
+    is_rounding: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} (over {self.axis}: {ranks_named(self.apart)} from {ranks_named(self.others)})"
 
 
 class Replicas:
-    """The trained parameters of `placement` of which other ranks have copies."""
+    """The parameters of `placement` of which other ranks have copies, by the axis that these are on."""
 
-    def __init__(self, placement: Placement, mesh: Mesh) -> None:
-        self._mesh, self._steps = mesh, 0
-        division = placement.division
-        over_tp = [
-            (bucket, slot)
-            for bucket in placement.trainable
-            for slot in bucket.layout.slots
-            if division.shardings[slot.name].cut.is_whole
-        ]
-        tied: dict[Axis, Copies] = defaultdict(list)
-        for bucket in placement.trainable:
-            if bucket.tie is not None:
-                tied[bucket.tie] += [(bucket, slot) for slot in bucket.layout.slots]
-        # first over tp, so that no two ranks wait for each other
-        self._copies = [*([(mesh.tp, over_tp)] if mesh.tp.size > 1 else []), *tied.items()]
+    def __init__(self, placement: Placement, mesh: Mesh, every: int) -> None:
+        self._mesh, self._steps, self._warned = mesh, 0, False
+        found: dict[Axis, list[Part]] = defaultdict(list)
+        self._exact = {mesh.loss, mesh.replicate}
+        cuts = placement.division.parameters
+        # tp first on every rank, so that no two ranks wait for each other
+        for bucket in placement.buckets:
+            tied = [] if bucket.tie is None else [bucket.tie]
+            for slot in bucket.layout.slots:
+                inside = overlap(Interval(slot.start, align(slot.stop)), bucket.region)
+                for axis in [mesh.tp] * cuts[slot.name].cut.is_whole + tied if inside else ():
+                    found[axis].append(Part(bucket, *inside))
+        for bucket in placement.buckets:
+            whole = bucket.residency.states == "full"
+            if not bucket.sharded:
+                kinds = (False, True) if bucket.has_copy and whole else (False,)
+                found[mesh.loss] += [Part(bucket, 0, bucket.layout.size, masters) for masters in kinds]
+            if bucket.sharded or (bucket.has_copy and not whole):
+                found[mesh.replicate].append(Part(bucket, bucket.region.start, bucket.region.stop))
+        self._turns = {axis: _turns(parts, every) for axis, parts in found.items() if axis.size > 1}
 
     @torch.no_grad()
     def digest(self) -> Tensor:
-        """A whole number whose sum over all ranks is 0, and almost surely nothing else where copies differ: a
-        float64 scalar on the device, which is not waited for. 0 in a step that does not look."""
+        """Return a whole number whose sum over all ranks is 0, and almost surely not 0 where copies that this
+        step compares differ: a float64 scalar on the device, which is not waited for."""
         self._steps += 1
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        if looks(self._steps):
-            for axis, copies in self._copies:
-                digests = [_digest(bucket, slot) for bucket, slot in copies]
-                if digests:
-                    total += _bits(torch.stack(digests)).double() * (axis.size - 1 if axis.rank == 0 else -1)
+        for axis, parts in self._now():
+            factor = axis.size * axis.alone() - 1  # 0 on a simulated rank, which is like all others
+            words = [part.numbers().view(torch.int64) for part in parts] if factor else []
+            if words:
+                # the multiplication carries each bit of the checksum into the highest ones
+                bits = checksum(torch.cat(words) if words[1:] else words[0]) * 0x1E3779B97F4A7C15 >> 64 - BITS
+                total += (bits & (1 << BITS) - 1).to(total) * factor
         return total
 
     @torch.no_grad()
     def compare(self) -> None:
-        """Raise ModelError for copies that differ by more than rounding. All ranks must call."""
-        found: list[tuple[str, float, float]] = []
-        for axis, copies in self._copies:
-            told: list[Any] = axis.gather_objects([int(_digest(bucket, slot)) for bucket, slot in copies])
-            differing = [
-                each for each, digests in zip(copies, zip(*told, strict=True), strict=True)
-                if len({*digests}) > 1
-            ]  # fmt: skip
-            for bucket, slot in differing:
-                largest, size = _difference(axis, bucket, slot)
-                if not largest <= size * torch.finfo(bucket.formats.master).eps ** 0.5:
-                    found.append((slot.name, largest, size))
-        everyone: list[Any] = self._mesh.gather_objects(found)
-        by_name: dict[str, tuple[float, float]] = {}
-        for name, largest, size in (each for reports in everyone for each in reports):
-            by_name[name] = max(by_name.get(name, (0.0, 0.0)), (largest, size))
-        if by_name:
-            lines = [
-                f"{name} (by {most:g}, of numbers up to {size:g})" for name, (most, size) in by_name.items()
-            ]
-            raise ModelError(_DIFFER.format(named(lines, SHOWN)))
+        """Raise ModelError for copies that this step compared and that differ. All ranks must call."""
+        own = [each for axis, parts in self._now() for each in self._differences(axis, parts)]
+        gathered: list[Any] = self._mesh.gather_objects(own)
+        # each once, as several lines of ranks may have it
+        found = [
+            *{(each[0], each[1]): Difference(*each) for of_rank in gathered for each in of_rank}.values()
+        ]
+        grave = [each for each in found if not each.is_rounding]
+        if grave:
+            raise ModelError(_DIFFER.format(_told(grave)))
+        if found and not self._warned:
+            self._warned = True
+            warn(_ROUNDING.format(_told(found)))
+
+    def _now(self) -> Iterator[tuple[Axis, list[Part]]]:
+        """Yield the axes and what this step compares over each, without what `Engine.sleep` has moved."""
+        for axis, turns in self._turns.items():
+            parts = turns[self._steps % len(turns)] if turns else []
+            yield axis, [part for part in parts if not {"params", "masters"} & part.bucket.asleep.keys()]
+
+    def _differences(self, axis: Axis, parts: Sequence[Part]) -> Iterator[Difference]:
+        places = [
+            (slot.name, part, inside.since(part.start))
+            for part in parts
+            for slot in part.bucket.layout.slots
+            if (inside := overlap(Interval(slot.start, align(slot.stop)), part))
+        ]
+        own = [int(checksum(part.numbers()[place])) for _, part, place in places]
+        gathered: list[Any] = axis.gather_objects([self._mesh.rank, own])
+        for at, (name, part, place) in enumerate(places):
+            alike: dict[int, list[int]] = defaultdict(list)
+            for rank, sums in gathered:
+                alike[sums[at]].append(rank)
+            if len(alike) > 1:
+                others, *apart = sorted(alike.values(), key=len, reverse=True)
+                numbers = part.numbers()[place]
+                most, size = _difference(axis, numbers)
+                computed = axis not in self._exact
+                is_rounding = computed and most <= size * torch.finfo(numbers.dtype).eps ** 0.5
+                yield Difference(name, axis.name, sorted(chain(*apart)), others, most, size, is_rounding)
 
 
-def _pieces(bucket: Bucket, slot: Slot) -> Iterator[tuple[int, Tensor]]:
-    """What this rank has of a parameter's masters, from which place of the bucket on."""
-    here = overlap(slot, bucket.region)
-    for start in range(here.start, here.stop, PIECE) if here else ():
-        yield start, bucket.part(start, min(start + PIECE, here.stop))
+def _turns(parts: Sequence[Part], every: int) -> list[list[Part]]:
+    """Return the parts, cut and shared out over `every` steps at most."""
+    size = align(max(LEAST, ceil_div(sum(part.stop - part.start for part in parts), every)))
+    turns: list[list[Part]] = []
+    room = 0
+    for part in (piece for each in parts for piece in each.cut(size)):
+        if room <= 0:
+            turns.append([])
+            room = size
+        turns[-1].append(part)
+        room -= part.stop - part.start
+    return turns
 
 
-def _digest(bucket: Bucket, slot: Slot) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=bucket.device)
-    for start, numbers in _pieces(bucket, slot):
-        words = numbers.view(WORDS[numbers.element_size()]).long()
-        places = torch.arange(start, start + len(words), device=words.device)
-        total += (words * (2 * places + 1)).sum()
-    return _bits(total)
-
-
-def _bits(numbers: Tensor) -> Tensor:
-    """Whole numbers below 2^BITS, of which each depends on all bits of one of `numbers`; or of several."""
-    places = torch.arange(1, 2 * numbers.numel(), 2, device=numbers.device)
-    return ((numbers.reshape(-1) * places).sum() * 0x1E3779B97F4A7C15 >> (64 - BITS)) & ((1 << BITS) - 1)
-
-
-def _difference(axis: Axis, bucket: Bucket, slot: Slot) -> tuple[float, float]:
-    """The largest difference between ranks, and the largest number. All ranks of the axis must call."""
-    largest = size = 0.0
-    for _, numbers in _pieces(bucket, slot):
-        each = numbers.new_empty(axis.size, len(numbers))
-        axis.all_gather(each.view(-1), numbers).wait()
-        largest = max(largest, float((each - each[0]).abs().max()))
-        size = max(size, float(each.abs().max()))
+def _difference(axis: Axis, numbers: Tensor) -> tuple[float, float]:
+    """Return the largest difference between ranks, and the largest number. All ranks of the axis must
+    call."""
+    found = []
+    for piece in numbers.split(PIECE):
+        each = piece.new_empty(axis.size, len(piece))
+        axis.all_gather(each.view(-1), piece).wait()
+        found.append(torch.stack([(each - each[0]).abs().max(), each.abs().max()]))
+    largest, size = torch.stack(found).amax(0).tolist()  # NaN where one is
     return largest, size
 
 
+def _told(found: Sequence[Difference]) -> str:
+    first, more = found[0], f"; {named(found[1:])}, too" if found[1:] else ""
+    return f"{first}, by up to {first.most:g}, of numbers up to {first.size:g}{more}"
+
+
 _DIFFER = (
-    "ranks that have copies of a parameter (mesh.tp, or tied over mesh.pp) have not the same numbers any "
-    "more: {0}. If it was written to between steps: write the same on all ranks, or inside "
+    "a parameter has not the same numbers any more on every rank that has a copy of it: {}. If it was "
+    "written to between steps: write the same on all ranks, or inside "
     "`with engine.full_parameters(write=True):`, where one rank's count. If not, these ranks do not compute "
-    "alike: look for what depends on the rank, such as a hook or random numbers of another generator"
+    "alike: look for what depends on the rank, such as a hook or random numbers of another generator. Where "
+    "there is none, a number was damaged in a rank's memory: go on from the last checkpoint"
+)
+_ROUNDING = (
+    "copies of a parameter on several ranks differ in their last digits: {}. Ranks of unlike processors, or "
+    "operations whose order is not fixed, round otherwise; where there are none, look for what depends on "
+    "the rank. The run goes on, and this is said once"
 )

@@ -1,4 +1,4 @@
-"""What each package needs to know of a run, in its own records: the one place, below the engine, that reads
+"""The settings of each package for a run, in its own records: the one place below the engine that reads
 `Config`."""
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from polyreme.deferred_init.replay import Recording
 from polyreme.distributed.mesh import Mesh
 from polyreme.layout.mesh_axes import ROLES
 from polyreme.models.buffers import BufferSettings
+from polyreme.models.patches import Patches
 from polyreme.optim.groups import Recipe
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.opening import Model, open_model
 from polyreme.placement.settings import PlacementSettings
+from polyreme.sequence.context import ContextParallel
 from polyreme.step.batch.batches import Batches, Batching
 from polyreme.step.loss.graph import refuse_tables
 from polyreme.step.loss.objective import LossFn, Objective
@@ -30,24 +32,25 @@ from polyreme.step.memory.fit import FirstBatch
 from polyreme.step.memory.kept import ForwardSettings, device_of_ranks
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype, warn_of_default
 from polyreme.step.training_settings import TrainingSettings
-from polyreme.zero.formats import Formats
+from polyreme.zero.bucket_spec import Formats
 from polyreme.zero.gradient_sums import Accumulation
 
 
-def how_to_meet(load: Callable[[], Config]) -> tuple[timedelta, timedelta, str]:
-    """How long an operation waits for other ranks, how long they have to meet, and over which backend: as the
-    config says, or, of one that cannot be read, as is usual; ranks that met can say so together."""
+def rendezvous_settings(load: Callable[[], Config]) -> tuple[timedelta, timedelta, str]:
+    """Return the timeout of operations between ranks, the time that ranks have to find each other, and the
+    backend. A config that cannot be read gives the defaults, so that the ranks can meet and report the error
+    together."""
     try:
         config = load()
-    except Exception:  # `same_config` raises it on all ranks
+    except Exception:  # `same_config` raises the error on all ranks
         config = Config()
     mesh, within = config.mesh, timedelta(seconds=config.launch.meet_timeout)
     return timedelta(seconds=mesh.timeout), within, mesh.backend
 
 
 def opened(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None, Path | None]:
-    """The model that a user gave, as `open_model` says. Raises ModelError for tables that cannot be trained,
-    and warns of a format that nobody asked for."""
+    """Return the model that a user gave, as `open_model` does. Raises ModelError for embedding tables that
+    cannot be trained, and warns of a format that nobody asked for."""
     found = open_model(given, config.model, config.seed, mesh)
     refuse_tables(found[0], config.accumulation * mesh.world_size)
     if config.origins["precision.compute"] == "default":
@@ -56,14 +59,14 @@ def opened(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recordi
 
 
 def accumulation_of(config: Config, several: bool) -> Accumulation:
-    """How one micro-batch, or `several`, are added up on the ranks of a resolved config. Where nothing is
-    summed, reduced gradients have the format that they come in."""
+    """Return how one micro-batch, or `several`, are summed on the ranks of a resolved config. Where nothing
+    is summed, reduced gradients keep the dtype that they come in."""
     compute, reduce = DTYPES[config.precision.compute], DTYPES[config.precision.reduce]
     if not several:
         alone = math.prod(config.axes.values()) == 1
         return Accumulation("whole", compute, compute if alone else reduce, several=False)
     host = tiers_of(config.memory.states)[0] != ["device"]
-    # then nothing that grows with the model stays on the device
+    # nothing that grows with the model stays on the device then
     offloaded = host and tiers_of(config.memory.params)[0] != ["device"]
     offloaded = offloaded or is_files(tiers_of(config.memory.gradients)[0])
     each = _reduces_each(config)
@@ -73,17 +76,17 @@ def accumulation_of(config: Config, several: bool) -> Accumulation:
 
 
 def _ranks(config: Config) -> int:
-    """How many ranks share the tokens of a batch."""
+    """Return how many ranks share the tokens of a batch."""
     return math.prod(config.axes[name] for name in ROLES["loss"])
 
 
 def _reduces_each(config: Config) -> bool:
-    """Whether the gradients of each of several micro-batches are reduced."""
+    """Return whether the gradients of each of several micro-batches are reduced."""
     return config.zero.reduce_every == "microbatch" and _ranks(config) > 1
 
 
 def placement_settings(config: Config, device: torch.device) -> PlacementSettings:
-    """How a model is placed, for a resolved config."""
+    """Return how a model is placed, for a resolved config."""
     dtype, section = DTYPES[config.precision.compute], config.mesh
     return PlacementSettings(
         device,
@@ -100,7 +103,8 @@ def placement_settings(config: Config, device: torch.device) -> PlacementSetting
 
 
 def run_settings(config: Config, device: torch.device | None = None) -> RunSettings:
-    """What each rank has, for a resolved config, on ranks that compute on `device`, or as on this machine."""
+    """Return the settings of a run for a resolved config, on ranks that compute on `device` (default: this
+    machine's)."""
     return RunSettings(
         config.axes,
         config.mesh.order,
@@ -115,23 +119,35 @@ def run_settings(config: Config, device: torch.device | None = None) -> RunSetti
 
 
 def refit(config: Config) -> Callable[[int], RunSettings]:
-    """What ranks have where micro-batches have fewer samples than the config's."""
+    """Return a function that gives the settings of the run for smaller micro-batches."""
     return lambda micro: run_settings(config.fitted(micro))
 
 
 def first_batch(module: nn.Module, config: Config) -> FirstBatch | None:
-    """What tells how many samples fit, where the config leaves that open."""
+    """Return the search for how many samples fit, where the config leaves that open."""
     return FirstBatch(module, run_settings(config), refit(config)) if config.leaves_micro else None
 
 
+def sequences_of(
+    module: nn.Module, config: Config, mesh: Mesh, own_loss: bool, patches: Patches
+) -> ContextParallel | None:
+    """Return the division of sequences over mesh.cp, for a whole model; None where that is 1, and no way to
+    compute attention is asked for. Raises ConfigError with all that stands against it. own_loss: the model
+    returns its loss."""
+    if mesh.cp.size == 1 and config.context.method == "auto":
+        return None
+    split = mesh.tp.size if config.mesh.sequence_parallel else 1
+    return ContextParallel(module, config.context, mesh, split, own_loss, patches)
+
+
 def pipeline_rank(config: Config, mesh: Mesh) -> PipelineRank:
-    """What this rank does in a pipeline."""
+    """Return this rank's place and actions in the pipeline."""
     return PipelineRank.of(config.schedule, config.pipeline.virtual, config.accumulation, mesh.pp)
 
 
 def training_settings(config: Config, mesh: Mesh) -> TrainingSettings:
-    """How a model is trained. Where fewer samples fit than a micro-batch of the config has, it changes,
-    too."""
+    """Return how a model is trained. The config changes too where fewer samples fit than its micro-batch
+    has."""
 
     def refit(micro: int | None) -> Batching:
         config.recut(config.fitted(int(config.batch.micro) if micro is None else micro))
@@ -151,6 +167,7 @@ def training_settings(config: Config, mesh: Mesh) -> TrainingSettings:
         config.lr_schedule,
         config.precision,
         config.checkpoint,
+        config.sentinels,
         BufferSettings(config.buffers, config.origins["buffers"] != "default", config.batch_norm),
         lambda: config.model_dump(mode="json"),
     )
@@ -164,7 +181,7 @@ def _batching(config: Config) -> Batching:
 def objective(
     module: nn.Module, loss_fn: LossFn | None, made: Recipe, config: Config, mesh: Mesh
 ) -> Objective:
-    """What calls the model, and reads its loss as the config weights it."""
+    """Return the objective that calls the model, and reads its loss as the config weights it."""
     dtype = DTYPES[config.precision.compute]
     # a model of several dtypes converts between them itself
     wanted = dtype if {*made.own_dtypes.values()} <= {dtype} else None
@@ -174,5 +191,5 @@ def objective(
         partial(cast_floating, dtype=wanted),
         is_split=config.accumulation * mesh.loss.size > 1,
         share=1 / config.accumulation if config.batch.mean == "ranks" else None,
-        tells=mesh.has_numbers and mesh.loss.rank == 0 and mesh.tp.rank == 0,
+        warns=mesh.has_numbers and mesh.loss.rank == 0 and mesh.tp.rank == 0,
     )

@@ -1,4 +1,4 @@
-"""What decides how a model is trained, beside the model and the mesh."""
+"""The settings of a training, beside the model and the mesh."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from polyreme.config.schema import (
     LRScheduleSection,
     OptimizerSection,
     PrecisionSection,
+    SentinelsSection,
     ZeroSection,
 )
 from polyreme.models.buffers import BufferSettings
@@ -21,11 +22,12 @@ from polyreme.zero.gradient_sums import Accumulation
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Of a whole engine, whatever becomes of its model.
+    """Settings that hold for a whole engine, whatever becomes of its model.
 
-    batches: how global ones are cut. pipeline: what this rank does for them as they are cut now. several: how
-    gradients of several micro-batches are added up, in steps that were to have one, too; reduces_each:
-    whether each one's are reduced. order: of the mesh's axes. written: all keys as checkpoints have them."""
+    batches: how global batches are cut. pipeline: returns this rank's place in the pipeline for the batches
+    as they are cut now. several: how gradients of several micro-batches are summed, also in steps that
+    expected one. reduces_each: whether the gradients of each micro-batch are reduced by themselves. order: of
+    the mesh's axes. config_values: returns every config key with its value, for checkpoints."""
 
     batches: Batches
     pipeline: Callable[[], PipelineRank]
@@ -40,5 +42,6 @@ class TrainingSettings:
     lr_schedule: LRScheduleSection
     precision: PrecisionSection
     checkpoint: CheckpointSection
+    sentinels: SentinelsSection
     buffers: BufferSettings
-    written: Callable[[], dict[str, Any]]
+    config_values: Callable[[], dict[str, Any]]

@@ -1,2 +1,2 @@
-"""Tensor and sequence parallelism on plain tensors, in models that are not rewritten. `parallelize` is the
-way in."""
+"""Tensor and sequence parallelism on plain tensors, in models that are not rewritten; begin with
+`parallelize`."""

@@ -1,8 +1,8 @@
-"""What is said where a model cannot be divided: every problem, and a plan that has none of them.
+"""Writes the error for a model that cannot be divided: every problem, and a plan that has none.
 
-Invariant: the plan that a message gives was made by `plan` itself, without a problem. Where nothing is known
-of a module, the smallest part of the model that gets and returns whole activations is placed whole on every
-rank, which is right whatever it computes."""
+Invariant: the plan in a message was tried by `plan` itself, without a problem. Where a module is not known,
+the smallest modules around it that get and return whole activations are placed whole on every rank, which is
+right whatever they compute."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from polyreme.errors import VERIFY
 from polyreme.models.peft import plain_names
 from polyreme.tensor.layers import Column, EmbeddingColumns, Replicate, Row, Style
 
 ROUNDS = 12
-"""How often a plan is mended before it is given up: one problem may hide another."""
+"""How many times a plan is corrected before it is given up: one problem may hide another."""
 
 
 @dataclass
 class Problem:
-    """Why a module, or a line of the user's, has no place. line: what to write, such as `mesh.tp = 1 or 3`,
-    or `= "rowwise"` for the module's own line. wanted: styles that mend it, by path; none: to be found."""
+    """The reason why a module, or a line of the user's plan, cannot be used. line: the line to write, such as
+    `mesh.tp = 1 or 3`, or `= "rowwise"` for the module's path. wanted: styles that solve it, by path; empty
+    if `Tree` has to find them."""
 
     path: str
     reason: str
@@ -32,8 +34,8 @@ class Problem:
 
 @dataclass
 class Attempt:
-    """What comes of a plan: the styles of modules, and the sizes of heads of attentions, by name; and what is
-    wrong with it."""
+    """The result of trying a plan: styles of modules and head sizes of attentions, by name, and the
+    problems."""
 
     styles: Mapping[str, Style]
     heads: Mapping[str, int]
@@ -41,13 +43,14 @@ class Attempt:
 
 
 Try = Callable[[Mapping[str, str], bool], Attempt]
-"""Plans with the user's styles by path, and with or without the sequence split."""
+"""Tries a plan with these styles by path, with or without the sequence split."""
 
 
 @dataclass
 class Advice:
-    """Styles by path with which the model can be divided; whether the sequence can be split as asked for; and
-    which share of the parameters is divided then, and whether any beside the vocabulary is."""
+    """A plan with which the model can be divided. styles: by path. sequence: the sequence is split as asked
+    for.
+    share: of the parameters that are divided, 0 to 1. blocks: more than the vocabulary is divided."""
 
     styles: dict[str, str]
     sequence: bool
@@ -63,7 +66,8 @@ def advise(
     attempt: Try,
     known: Mapping[str, str],
 ) -> Advice | None:
-    """A plan for `model` that has no problem, as near to the user's as can be; None where there is none."""
+    """Find a plan for `model` without problems, as close to the user's as possible; None where none is
+    found."""
     styles, tried, asked = dict(user), attempt(user, sequence), sequence
     tree = Tree(dict(model.named_modules()), plain_names(model), blocks, known, tried)
     for _ in range(ROUNDS):
@@ -86,7 +90,8 @@ def advise(
 
 
 def _mended(styles: Mapping[str, str], problems: Iterable[Problem], tree: Tree) -> dict[str, str]:
-    """`styles` with what mends the problems, and without what that overrules, or what names no module."""
+    """Return `styles` with those that solve the problems, without the lines that these override, or that name
+    no module."""
     wanted = {path: style for problem in problems for path, style in problem.wanted.items()}
     wanted |= tree.remedies(problem.path for problem in problems if not problem.wanted)
     kept = {path: style for path, style in styles.items() if tree.matching(path)}
@@ -94,15 +99,17 @@ def _mended(styles: Mapping[str, str], problems: Iterable[Problem], tree: Tree) 
 
 
 def without_overruled(styles: Mapping[str, str]) -> dict[str, str]:
-    """Without lines for modules inside of those that are placed whole."""
+    """Return `styles` without lines for modules inside of replicated ones."""
     whole = [f"{path}." for path, style in styles.items() if style == "replicate"]
     return {path: style for path, style in styles.items() if not path.startswith(tuple(whole))}
 
 
 @dataclass
 class Tree:
-    """The modules by name, what PEFT's are called without it, the blocks, styles of layers that are
-    recognised, what came of the last plan, and the modules of which what is recognised was proposed."""
+    """The modules of a model, in which styles are found that solve problems.
+
+    modules: by name. plain: their names without PEFT's wrappers. blocks: by name. known: styles of recognised
+    layers. last: the result of the last plan. proposed: modules whose recognised layers were tried."""
 
     modules: Mapping[str, nn.Module]
     plain: Mapping[str, str]
@@ -113,11 +120,11 @@ class Tree:
 
     @property
     def styles(self) -> Mapping[str, Style]:
-        """Those that modules have by the last plan."""
+        """The styles in the last plan, by module."""
         return self.last.styles
 
     def matching(self, path: str) -> list[str]:
-        """The modules that `path`, in which `*` stands for a component, is about."""
+        """The modules whose names match `path`, in which `*` stands for one component."""
         matched = re.compile(pattern(path))
         return [
             name
@@ -126,8 +133,9 @@ class Tree:
         ]
 
     def remedies(self, paths: Iterable[str]) -> dict[str, str]:
-        """Styles for what `paths` are about, a module, several, or a parameter: the smallest parts of the
-        model around each that can be whole, or its own gradient summed."""
+        """Styles that solve the problems of `paths`, each of a module, several, or a parameter: those
+        recognised, a summed gradient, or else "replicate" for the smallest modules around it that can be
+        whole."""
         found: dict[str, str] = {}
         units: dict[str, None] = {}
         for path in dict.fromkeys(paths):
@@ -148,8 +156,8 @@ class Tree:
         return {path: kind for kind in kinds for path in self._paths(named[kind], named)}
 
     def _recognised(self, hit: str, hits: list[str]) -> dict[str, str]:
-        """Styles for the layers of the module that calls `hit`, where it is known and nothing but `hits` is
-        said otherwise."""
+        """Recognised styles for all layers of the module that calls `hit`; none where it is not recognised,
+        or the last plan has other styles for layers beside `hits`."""
         parent = hit.rpartition(".")[0]
         if parent in self.proposed:
             return {}
@@ -160,8 +168,7 @@ class Tree:
         )
 
     def lifted(self, styles: Mapping[str, str]) -> dict[str, str]:
-        """`styles` with one line for a module in which everything is whole, in place of one for each of its
-        parts."""
+        """Return `styles` with one line for each module that is whole, in place of the lines inside of it."""
         lifted = {self._lift(path) if style == "replicate" else path: style for path, style in styles.items()}
         return without_overruled(lifted)
 
@@ -173,16 +180,16 @@ class Tree:
         return path
 
     def _by_itself(self, name: str) -> bool:
-        """Whether it has a number for all of its input, as an activation, or for each place in a head, and
-        its input is divided."""
+        """Whether its parameters are scalars, or have a number for each place in a head, and its input is
+        divided."""
         parent = name.rpartition(".")[0]
         shapes = {tuple(p.shape) for p in self.modules[name].parameters()}
         alone = all(shape in ((), (1,), (self.last.heads.get(parent),)) for shape in shapes)
         return alone and any(_is_divided(self.styles.get(each)) for each in self._children(parent))
 
     def _unit(self, name: str) -> list[str]:
-        """The smallest modules around `name` that get and return whole activations if they are whole on every
-        rank: whatever begins to be divided in the others ends there, too."""
+        """The smallest modules around `name` that get and return whole activations once they are replicated:
+        in the others a division that begins also ends."""
         while name not in self.blocks:
             parent = name.rpartition(".")[0]
             open_ones = [each for each in self._children(parent) if each != name and self._is_open(each)]
@@ -200,7 +207,7 @@ class Tree:
         return (f"{parent}.{child}".removeprefix(".") for child, _ in inside)
 
     def _ends(self, name: str) -> set[str]:
-        """Whether activations begin to be divided inside of it, and whether they end to be."""
+        """Whether activations begin, and whether they cease, to be divided inside of a module."""
         found = set()
         for other, style in self.styles.items():
             if f"{other}.".startswith(f"{name}."):
@@ -220,11 +227,12 @@ class Tree:
         )
 
     def _paths(self, names: Collection[str], named: Mapping[str, Collection[str]]) -> Iterator[str]:
-        """Paths of `names` that are of no other module which is divided or `named` otherwise."""
-        told = {name for each in named.values() for name in each}
+        """Paths that match all of `names`, or else these names: no path may match a module that is divided or
+        `named` with another style."""
+        listed = {name for each in named.values() for name in each}
         for path in dict.fromkeys(map(starred, names)):
             others = [name for name in self.matching(path) if name not in names]
-            if any(name in told or self._divided(name) for name in others):
+            if any(name in listed or self._divided(name) for name in others):
                 yield from (name for name in names if starred(name) == path)
             else:
                 yield path
@@ -241,7 +249,7 @@ def _is_divided(style: Style | None) -> bool:
 
 
 def _share(model: nn.Module, styles: Mapping[str, Style]) -> tuple[float, bool]:
-    """Which share of the parameters is divided, and whether any beside the vocabulary is."""
+    """The share of the parameters that is divided, and whether any is beside the vocabulary."""
     total = sum(p.numel() for p in model.parameters())
     divided = {
         id(p): p.numel()
@@ -261,27 +269,29 @@ STYLES_ARE = (
 
 
 def message(model: nn.Module, ways: int, problems: Iterable[Problem], advice: Advice | None) -> str:
-    """One line for each problem, repeated blocks in one; then the plan, and what there is beside it."""
+    """Write the error: a line for each problem, one for all repeated blocks; then the plan, and other
+    ways."""
     kind = type(model).__name__
     lines = dict.fromkeys(
         f"  - {path}: {problem.reason}" + (f"\n    fix: {_fix(path, problem.line)}" if problem.line else "")
         for problem in problems
         for path in [starred(problem.path) or kind]
     )
-    said = [f"{kind} cannot be divided over mesh.tp = {ways} ranks:", *lines]
+    text = [f"{kind} cannot be divided over mesh.tp = {ways} ranks:", *lines]
     alone = "or set mesh.tp = 1: zero.stage = 3 shards all parameters over dp, whatever the model"
     if advice is None:
-        return "\n".join([*said, f"  {STYLES_ARE}", f"  {alone}"])
+        return "\n".join([*text, f"  {STYLES_ARE}", f"  {VERIFY}", f"  {alone}"])
     if not advice.blocks:
-        said.append(
+        text.append(
             "  mesh.tp cannot divide its blocks. Set mesh.tp = 1: zero.stage = 3 shards all parameters, "
             "and mesh.pp may cut the model between its blocks"
         )
         alone = ""
     if advice.styles or not advice.sequence:
-        what = f"{advice.share:.0%} of its parameters" if advice.blocks else "the vocabulary alone"
-        said += [f"  this in the config divides {what}:", *(f"    {line}" for line in _toml(advice))]
-    return "\n".join(said + [f"  {alone}"] * bool(alone))
+        what = f"{int(100 * advice.share)}% of its parameters" if advice.blocks else "the vocabulary alone"
+        text += [f"  this in the config divides {what}:", *(f"    {line}" for line in _toml(advice))]
+        text.append(f"  {VERIFY}")
+    return "\n".join(text + [f"  {alone}"] * bool(alone))
 
 
 def _toml(advice: Advice) -> Iterator[str]:
@@ -298,10 +308,10 @@ def _fix(path: str, line: str) -> str:
 
 
 def pattern(path: str) -> str:
-    """A regular expression for the names that `path` is about."""
+    """Return a regular expression for the names that match `path`."""
     return re.escape(path).replace(r"\*", r"[^.]+")
 
 
 def starred(name: str) -> str:
-    """The path that repeated blocks share."""
+    """Return the path that the same modules of repeated blocks share, with `*` for their numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,5 +1,5 @@
-"""What models of transformers call what is divided over tensor parallelism: layers by family, and attributes
-that count heads and widths. Tables only."""
+"""Tables of transformers' names: layers that tensor parallelism divides, by model family, and attributes that
+count heads and widths."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FAMILIES: dict[str, dict[str, str]] = {
         "mlp.c_fc": "colwise",
         "mlp.c_proj": "rowwise",
     },
-    # some of them cut at the mean and the deviation of all of their width
+    # some of them threshold by the mean and the deviation of the whole width
     "gemma3n": {"mlp": "replicate"},
     "gemma3n_text": {"mlp": "replicate"},
     "phi": {"q_layernorm": "replicated_with_grad_allreduce", "k_layernorm": "replicated_with_grad_allreduce"},
@@ -83,15 +83,15 @@ FAMILIES: dict[str, dict[str, str]] = {
         "down_proj": "rowwise",
     },
 }
-"""Styles of ends of paths inside the blocks, by `model_type`: for families that declare no plan, or (Phi) a
-plan that leaves a case out, or (Phi-3) one that gathers where dividing by heads does without."""
+"""Styles by the ends of paths inside the blocks, for each `model_type` that declares no plan, or (Phi) a plan
+that misses a case, or (Phi-3) one that gathers where dividing by heads need not."""
 
 BY_HEAD: dict[str, tuple[str, ...]] = {"bloom": ("alibi",), "falcon": ("alibi", "attention_mask")}
-"""Arguments, by `model_type`, of the attention that come with numbers for all heads: (batch x heads, ...) or
+"""Arguments of the attention, by `model_type`, that have numbers for all heads: (batch * heads, ...) or
 (batch, heads, ...)."""
 
 LINEAR = ("FalconLinear",)
-"""Subclasses of nn.Linear with a forward of their own that does the same."""
+"""Subclasses of nn.Linear with a forward of their own that computes the same."""
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 SHARED_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")

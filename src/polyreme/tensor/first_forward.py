@@ -1,9 +1,10 @@
-"""Watches for what takes a part for the whole: operations on divided parameters past their layers, or along
-the dimension in which activations are divided. Autograd's graph shows neither of frozen parameters, nor
-before torch itself fails.
+"""Watches a forward for operations that would take this rank's slice for the whole: those on divided
+parameters outside of their layers, and those along the divided dimension of activations. Autograd's graph
+does not show them where parameters are frozen, or torch fails first.
 
-Only some forwards are watched, as it takes time: see `GradientStates.watching`. Between a forward and its
-backward divided parameters refuse to be read, at every step: see `check_part`. No communication."""
+Only some forwards are watched, as it takes time: see `GradientStates.watching`. At every step divided
+parameters refuse to be read between a forward and its backward: see `refuse_outside_reads`. No
+communication."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from polyreme.errors import ModelError, PolyremeError
+from polyreme.errors import VERIFY, ModelError, PolyremeError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models.tensor_access import read
 from polyreme.tensor.advice import starred
@@ -26,24 +27,24 @@ from polyreme.tensor.divided_dimension import follow
 from polyreme.tensor.ops import is_divided
 
 OWN = ("embedding",)
-"""Look-ups of rows, which are part of a divided embedding."""
+"""Functions that a divided layer itself applies to its parameter: the look-up of an embedding."""
 OF_MEMORY = ("data_ptr", "storage", "__dir__")
-"""What looks at where a parameter's numbers are, and not at them."""
+"""Functions that ask for a parameter's memory, but read none of its numbers."""
 OF_SIZES = (RuntimeError, IndexError, ValueError, AssertionError)
-"""What torch and models raise where a size is not the one that they count on."""
+"""Errors that torch and models raise for a size that they did not expect."""
 COPIES = ("detach", "data")
-"""What gives the numbers of a parameter to others without computing with them."""
+"""Functions that return a parameter's numbers without computing with them."""
 BETWEEN = ("torch", "contextlib")
-"""Packages whose functions call others for somebody else."""
+"""Packages that are passed over in a search for the caller: their functions call for others."""
 METHODS = (__name__, "polyreme.zero.parameter", "polyreme.zero.released")
-"""Modules whose functions are methods of parameters, called by somebody else."""
+"""Modules that are passed over as well: their functions are methods of parameters."""
 
 
 class Watch(TorchFunctionMode):
-    """The context of a forward with `parameters`, of these names and cuts by id.
+    """The context of a watched forward. parameters: name and cut of each, by id.
 
-    Raises ModelError, on all ranks alike. What this package itself calls with gradients off, as the functions
-    of autograd that divided layers are made of do, is not looked at."""
+    Raises ModelError, on all ranks alike. Functions that this package itself calls with gradients off, as in
+    the autograd functions of divided layers, are not checked."""
 
     def __init__(self, parameters: Mapping[int, tuple[str, Cut]]) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class Watch(TorchFunctionMode):
         return result
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Say of an error of sizes where a model counts on those of whole activations."""
+        """Turn an error of sizes, raised where the model expects whole activations, into a ModelError."""
         super().__exit__(kind, error, trace)
         divided = False
         if not isinstance(error, OF_SIZES) or isinstance(error, PolyremeError) or "memory" in str(error):
@@ -84,12 +85,12 @@ class Watch(TorchFunctionMode):
                 raise ModelError(_FAILED.format(*found)) from error
 
     def _name(self, module: nn.Module) -> str:
-        """By the names of its parameters."""
+        """The path of a module, from the names of its parameters."""
         known = [(name, self._parameters.get(id(p))) for name, p in module.named_parameters()]
         return next((path[0].removesuffix(name).rstrip(".") for name, path in known if path is not None), "")
 
     def _on(self, func: Any, name: str, leaf: Tensor, args: Any, kwargs: Any, result: Any) -> None:
-        """A function got `leaf`."""
+        """Check one tensor that a function got. Raises ModelError where it would be taken for the whole."""
         path, cut = self._parameters.get(id(leaf), ("", None))
         read = getattr(leaf, "_read_of", path if cut is not None and not cut.is_whole else None)
         if read is not None and name in COPIES:
@@ -101,16 +102,16 @@ class Watch(TorchFunctionMode):
             raise ModelError(WRONG + _ALONG.format(name))
 
 
-def check_part(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: str) -> None:
-    """Raise ModelError where a function of this name that needs the numbers of a divided parameter is not its
-    layer's."""
+def refuse_outside_reads(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: str) -> None:
+    """Raise ModelError where a function `name` that reads the divided parameter `path` was not called by this
+    package."""
     looks = name in OWN or name in OF_MEMORY or (name == "type" and len(args) + len(kwargs) == 1)
     if not looks and not _is_our_own():
         raise ModelError(WRONG + READ.format(path))
 
 
 def _is_our_own() -> bool:
-    """Whether this package called the function of torch that is looked at, for no other's sake."""
+    """Whether this package itself called the function of torch that is being checked."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         caller = frame.f_globals.get("__name__", "")
@@ -121,7 +122,8 @@ def _is_our_own() -> bool:
 
 
 def _of(tensor: Tensor) -> int:
-    """The id of a parameter, or of the one whose gradient is summed in the place of this tensor's."""
+    """The id of a tensor; for one that `install_summed` put in a parameter's place, the id of the
+    parameter."""
     node: Any = None if isinstance(tensor, nn.Parameter) else tensor.grad_fn
     if type(node).__name__ != "_SummedBackward":
         return id(tensor)
@@ -135,15 +137,15 @@ READ = (
     "optimizer.weight_decay; for a cross entropy in pieces call the layer, as in model.lm_head(hidden), or "
     'write mesh.tp_plan with "replicate" for it. engine.state_dict(), which every rank must call, has whole '
     "copies; what is to be seen of a part alone, read before the forward or after the backward. Where no "
-    "backward comes, a call of the engine under torch.no_grad() ends that"
+    f"backward comes, a call of the engine under torch.no_grad() ends that. {VERIFY}"
 )
 _ALONG = (
     "{0} goes along the dimension in which the outputs of a column layer are divided, and would see one "
     'rank\'s part of it: write mesh.tp_plan with "colwise_gather_output" and "rowwise_split_input" for the '
-    'layers before and after, or "replicate"'
+    f'layers before and after, or "replicate"; {VERIFY}'
 )
 _FAILED = (
     "{0} cannot be used under tensor parallelism (mesh.tp): {1}. Between a column and a row layer each rank "
-    "has a part of the activations: write mesh.tp_plan{2}, or set mesh.tp = 1"
+    f"has a part of the activations: write mesh.tp_plan{{2}}, or set mesh.tp = 1; {VERIFY}"
 )
 _FOR_THESE = ' with "replicate" for these layers'

@@ -1,11 +1,11 @@
-"""What each parameter's gradient is on this rank of tensor parallelism, the whole one or a part of it, known
-from autograd's graph before the first backward; what is neither is refused.
+"""Finds out from autograd's graph, before the first backward, whether each parameter's gradient is whole on
+this tensor-parallel rank or local to it, sums local ones, and refuses a gradient that is neither.
 
 Invariant: after a backward every parameter has the gradient that the undivided model would have given it, or
-this rank's part of that where it is divided. The gradient of the loss is whole; functions that communicate
-declare what they make of it (`states`), and all others pass it on. Of a parameter that is whole on every rank
-and gets parts, these are summed. The graph is followed once for each pipeline stage in the steps that look
-(`look_again`), and where a parameter gets its first gradient later.
+this rank's slice of that where it is divided. The gradient of the loss is whole; functions that communicate
+declare how they change that (`states`), and all others pass it on. Where a parameter is whole on every rank
+and its gradients are local, they are summed. The graph is followed once for each pipeline stage after
+`look_again`, and again where a parameter gets its first gradient later.
 
 Communication: an all-reduce for each such sum, in the order of backward, which is the same on every rank."""
 
@@ -23,54 +23,57 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from polyreme.distributed.mesh import Axis
-from polyreme.errors import ModelError, named
+from polyreme.errors import VERIFY, ModelError, named
 from polyreme.layout.bucket_layout import Cut
 from polyreme.pipeline.weight_gradients import current
-from polyreme.tensor.first_forward import READ, WRONG, Watch, check_part
-from polyreme.tensor.states import PART, WHOLE, State
+from polyreme.tensor.first_forward import READ, WRONG, Watch, refuse_outside_reads
+from polyreme.tensor.states import LOCAL, WHOLE, State
 
 COMMUNICATE = ("polyreme.tensor.", "torch.distributed.")
-"""Beginnings of the modules whose functions have to declare what they make of a gradient."""
+"""Prefixes of the modules whose autograd functions must declare the states of gradients."""
 SHOWN = 5
 """Parameters that an error lists."""
 SIZES = 32
-"""Sizes of graphs of which each is followed once; a model that has more has another in every batch."""
+"""Most graph sizes that are each followed once; a model with more has a new size in every batch."""
 
 
-class Parts(AbstractContextManager[None], Protocol):
-    """Divided parameters, which none but their layers use from `refuse` to `allow`."""
+class DividedParameters(AbstractContextManager[None], Protocol):
+    """Divided parameters: from `refuse` to `allow` only their own layers may use them."""
 
     def refuse(self) -> None: ...
     def allow(self) -> None: ...
 
 
 class GradientStates:
-    """The states of the gradients of `parameters`, which have names and cuts over `axis`; some may be frozen.
+    """The states of the gradients of `parameters`, each with its name and cut over `axis`; some may be
+    frozen.
 
-    restrict: makes what has a function called before what needs the numbers of parameters.
-    between: of what goes from one stage of a pipeline to the next; None where there is no pipeline."""
+    restrict: makes, of parameters and a check, the context in which the check runs before they are read.
+    between: the state of gradients that pipeline stages send to each other; None without a pipeline."""
 
     def __init__(
         self,
         axis: Axis,
         parameters: Mapping[nn.Parameter, tuple[str, Cut]],
-        restrict: Callable[[Iterable[nn.Parameter], Any], Parts],
+        restrict: Callable[[Iterable[nn.Parameter], Any], DividedParameters],
         between: State | None = None,
     ) -> None:
         self._axis, self._parameters, self.between = axis, parameters, between
         self.summed: set[Tensor] = set()
-        """Parameters whose gradients are summed when autograd gives them."""
-        self.parts = restrict([p for p, (_, cut) in parameters.items() if not cut.is_whole], check_part)
-        """The divided ones. Inside of it, their layers alone use them."""
+        """Parameters whose gradients are summed when autograd accumulates them."""
+        self.divided = restrict(
+            [p for p, (_, cut) in parameters.items() if not cut.is_whole], refuse_outside_reads
+        )
+        """The context in which only their own layers may use divided parameters."""
         self._seen: dict[Tensor, State] = {}
         self._followed: set[int] = set()  # stages, since the last `look_again`
         self._sizes: set[int] = set()  # of the graphs that were followed
-        self._last = 0  # number of autograd's of the root of the last one
+        self._last = 0  # autograd's sequence number of the last graph's root
         self._evaluated = False
-        self._roots: list[tuple[Any, State]] = []  # of the backward under way, while some are not known
+        self._roots: list[tuple[Any, State]] = []  # of the backward under way
         self._unknown: dict[Tensor, RemovableHandle] = {}
         with torch._C.DisableTorchFunctionSubclass():  # of parameters that are released
-            # autograd makes them anew, without hooks, where nobody has them
+            # kept, as autograd would make new ones without hooks
             self._accumulators = {p: get_gradient_edge(p).node for p in parameters if p.requires_grad}
         for parameter, node in self._accumulators.items():
             first = partial(_first, weakref.ref(self), weakref.ref(parameter))
@@ -78,8 +81,8 @@ class GradientStates:
         self._hooks: list[RemovableHandle] = []
 
     def watching(self) -> AbstractContextManager[Any]:
-        """The context of a forward and its loss, until a graph was followed, and of the first evaluation: see
-        `Watch`."""
+        """Return the context for a forward and its loss: a `Watch` until a graph was followed, and for the
+        first evaluation; else one that does nothing."""
         evaluates = not torch.is_grad_enabled()
         if self._evaluated if evaluates else self._followed:
             return nullcontext()
@@ -87,12 +90,16 @@ class GradientStates:
         return Watch({id(p): known for p, known in self._parameters.items()})
 
     def look_again(self) -> None:
-        """Watch the next forward and follow the next graph, as the first ones: uses may have changed."""
+        """Watch the next forward and follow the next graph again, as the model may use parameters in new
+        ways."""
         self._followed.clear()
 
+    labelled = True
+    """False in a backward of a micro-batch without labels: its gradients are both, as they are 0."""
+
     def close(self) -> None:
-        """Take all hooks off."""
-        self.parts.allow()
+        """Remove all hooks."""
+        self.divided.allow()
         for handle in (*self._unknown.values(), *self._hooks):
             handle.remove()
         self._unknown.clear()
@@ -100,24 +107,26 @@ class GradientStates:
         self._roots = []
 
     def follow(self, roots: Iterable[Tensor], stage: int = 0, loss: bool = True) -> None:
-        """Take note of a backward of a pipeline stage that begins with `roots`: of a loss, or else of what
-        the next stage received.
+        """Follow the graph of a backward of a pipeline stage from its `roots`, if its states are not known
+        yet.
+        loss: the roots are losses; else outputs that went to the next stage.
 
-        Raises ModelError, on all ranks of the axis alike, for what is computed with a gradient that is
-        neither whole nor a part."""
+        Raises ModelError, on all ranks of the axis alike, where a gradient is neither whole nor local."""
         other = self._differs(roots := [*roots])
         if not self._unknown and stage in self._followed and not other:
             return
         state = WHOLE if loss or self.between is None else self.between
         self._roots = [(root.grad_fn, state) for root in roots if root.grad_fn is not None]
         again = stage not in self._followed or other or current() is not None
-        if again and self._roots and self._take().knows(self._parameters):  # else it is of others
-            # the next forward is watched, too, where another one was not
+        if (
+            again and self._roots and self._take().knows(self._parameters)
+        ):  # else the graph is of other models
+            # a graph of a new size was not watched: watch the next forward
             (self._followed.discard if other else self._followed.add)(stage)
 
     def _differs(self, roots: Sequence[Tensor]) -> bool:
-        """Whether more or fewer operations than ever were recorded since the last backward: autograd numbers
-        them, in each thread."""
+        """Whether the number of operations recorded since the last backward is new: autograd numbers them, in
+        each thread."""
         last = max((t.grad_fn._sequence_nr() for t in roots if t.grad_fn is not None), default=self._last)
         size, self._last = last - self._last, last
         differs = size < last and size not in self._sizes and len(self._sizes) < SIZES
@@ -125,11 +134,14 @@ class GradientStates:
         return differs
 
     def end(self) -> None:
-        """Forget the backward that is under way."""
+        """Forget the roots of the backward that is under way."""
         self._roots = []
 
     def first_gradient(self, parameter: nn.Parameter, grads: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-        """The gradient of a parameter that had none in the graphs that were followed, put right."""
+        """Follow the graph for a parameter that got no gradient before. Returns its gradient, summed, if it
+        is local; None if it is complete."""
+        if not self.labelled:
+            return None
         undone = self._take().undone
         if parameter in self._unknown or undone:
             name = self._parameters[parameter][0]
@@ -140,7 +152,8 @@ class GradientStates:
         return self._sum(grads) if parameter in self.summed else None
 
     def _take(self) -> Graph:
-        """Follow the graph."""
+        """Follow the graph from the roots, and enter the states of all parameters below. Raises ModelError
+        for those that cannot be corrected."""
         graph = Graph(self._roots)
         problems = [self._misused(*each) for each in graph.misused]
         read, mixed = [], []
@@ -152,10 +165,10 @@ class GradientStates:
             state = self._seen[node.variable] = self._seen.get(node.variable, State.NONE) | here
             if not known[1].is_whole and state & WHOLE:
                 read.append(known[0])
-            elif state == WHOLE | PART:
+            elif state == WHOLE | LOCAL:
                 mixed.append(known[0])
             else:
-                self._settle(node.variable, sums=known[1].is_whole and state == PART)
+                self._settle(node.variable, sums=known[1].is_whole and state == LOCAL)
         problems += [READ.format(named(read, SHOWN))] * bool(read)
         problems += [_MIXED.format(named(mixed, SHOWN))] * (bool(mixed) and not problems)
         if problems:
@@ -163,7 +176,7 @@ class GradientStates:
         return graph
 
     def _settle(self, parameter: nn.Parameter, sums: bool) -> None:
-        """The state of a parameter's gradient is known."""
+        """Note that the state of a parameter's gradient is known. sums: sum it from now on."""
         if (waiting := self._unknown.pop(parameter, None)) is None:
             return
         waiting.remove()
@@ -183,25 +196,25 @@ class GradientStates:
         return tuple(found)  # type: ignore[arg-type]
 
     def _misused(self, node: Any, state: State) -> str:
-        """What is wrong at a function that communicates."""
+        """Say what is wrong at a communicating function whose output's gradient has this state."""
         kind = type(node)._forward_cls
         below = next((self._parameters[p][0] for p in _leaves(node) if p in self._parameters), None)
         what = f"the layer of {below}" if below is not None else "the model's input"
         if not hasattr(kind, "passes"):
             return f"{kind.__module__}.{kind.__qualname__}, above {what}, communicates, and nothing tells " \
                    "over which ranks it sums gradients: leave it out, or set mesh.tp = 1"  # fmt: skip
-        return (_AS_WHOLE if state & WHOLE else _AS_PART).format(what)
+        return (_AS_WHOLE if state & WHOLE else _AS_LOCAL).format(what)
 
 
 class Graph:
-    """The graph below `roots`, nodes whose gradients have these states: the states that come to its `leaves`,
-    and the communicating functions that get others than they take."""
+    """Autograd's graph below `roots`, given as nodes with the states of their gradients. leaves: the state of
+    each leaf's gradient. misused: communicating functions that get a state which they do not take."""
 
     def __init__(self, roots: Iterable[tuple[Any, State]]) -> None:
         self.leaves: dict[Any, State] = {}
         self.misused: list[tuple[Any, State]] = []
         self.undone = False
-        """Whether a sum of gradients was found to be of whole ones."""
+        """Whether a function summed gradients so far that turn out to be whole."""
         found: dict[tuple[Any, int], State] = {}
         todo = [((node, 0), state) for node, state in roots]
         while todo:
@@ -216,11 +229,11 @@ class Graph:
                 todo += self._below(*at, now)
 
     def knows(self, parameters: Mapping[nn.Parameter, Any]) -> bool:
-        """Whether there are leaves that are `parameters`."""
+        """Whether any leaf is one of `parameters`."""
         return any(node.variable in parameters for node in self.leaves)
 
     def _below(self, node: Any, output: int, state: State) -> Iterator[tuple[tuple[Any, int], State]]:
-        """Its inputs, and the states of their gradients."""
+        """Yield the inputs of a node, with the states of their gradients."""
         kind = getattr(type(node), "_forward_cls", None)
         edges = enumerate(node.next_functions)
         alone = getattr(getattr(node, "axis", None), "size", 0) == 1
@@ -238,7 +251,7 @@ class Graph:
 
 
 def _leaves(node: Any) -> Iterator[Any]:
-    """Leaves below a node, the nearest first."""
+    """Yield the leaves below a node, the nearest first."""
     todo, seen = [node], {node}
     while todo:
         here = todo.pop(0)
@@ -249,7 +262,7 @@ def _leaves(node: Any) -> Iterator[Any]:
         todo += below
 
 
-# autograd's own memory holds the hooks, and Python's collector cannot free what that holds
+# autograd's C++ objects hold the hooks, and Python's collector cannot see through them: so weak references
 
 
 def _first(
@@ -267,20 +280,20 @@ def _summed(states: weakref.ref[GradientStates], grads: Sequence[Tensor]) -> tup
 _MIXED = (
     "{0}: used on activations of which each rank has a part, and on whole ones as well, so that the gradient "
     "is neither whole nor a part: use it in one of both places (before the column layer, or after the row "
-    'layer), or write mesh.tp_plan with "replicate" for the layers between'
+    f'layer), or write mesh.tp_plan with "replicate" for the layers between; {VERIFY}'
 )
 _AS_WHOLE = (
     "{0} gives each rank a part of its outputs, and what follows (a loss, or a layer that is whole on every "
-    'rank) takes them for whole: "colwise_gather_output" for it, or "replicate", in mesh.tp_plan'
+    f'rank) takes them for whole: "colwise_gather_output" for it, or "replicate", in mesh.tp_plan; {VERIFY}'
 )
-_AS_PART = (
+_AS_LOCAL = (
     "{0} gives every rank the whole output, and what follows works on a part of it without a layer that "
     'divides: its gradient would be a part, which nobody sums. Write mesh.tp_plan with "replicate" for what '
-    "follows"
+    f"follows; {VERIFY}"
 )
 _RECEIVED = (
     "what a pipeline stage receives is used in a divided layer and outside of it, so that its gradient is "
-    'neither whole nor a part: write mesh.tp_plan with "replicate" for the layers of that block'
+    f'neither whole nor a part: write mesh.tp_plan with "replicate" for the layers of that block; {VERIFY}'
 )
 _OPAQUE = (
     "a checkpoint with use_reentrant=True, or a compiled part, hides it. Use use_reentrant=False, "

@@ -1,5 +1,5 @@
-"""The styles in which a module can be divided over a tensor-parallel axis: how each of its parameters is cut,
-and its new forward.
+"""The styles in which a module can be divided over a tensor-parallel axis: each cuts the module's parameters,
+and replaces its forward.
 
 A module stays the object that it is and keeps the names of its parameters; its parameters get local shapes
 and its `forward` is replaced."""
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from polyreme.distributed.mesh import Axis
-from polyreme.errors import ModelError
+from polyreme.errors import VERIFY, ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models.tensor_access import sees_gradients
 from polyreme.pipeline.weight_gradients import expected
@@ -27,17 +27,17 @@ from polyreme.tensor.vocab_parallel_loss import VocabParallelLogits
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it multiplies by a matrix: torch's Linear, or GPT-2's layer."""
+    """Whether it is a linear layer: torch's, or GPT-2's."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """GPT-2's `Conv1D`: a linear layer whose weight is (in, out)."""
+    """Whether it is GPT-2's `Conv1D`, a linear layer whose weight is (in, out)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether its class does something else to its input than to multiply."""
+    """Whether its class is a subclass of nn.Linear that computes something else."""
     kind = type(module)
     return (
         isinstance(module, nn.Linear)
@@ -47,36 +47,36 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer."""
+    """Return (inputs, outputs) of a linear layer."""
     shape: Sequence[int] = module.weight.shape  # type: ignore[assignment]
     return (shape[0], shape[1]) if is_transposed(module) else (shape[1], shape[0])
 
 
 @dataclass
 class Site:
-    """Where styles are installed: the axis, and the random state of split regions (None where nothing random
-    happens in them, or whole blocks are forked)."""
+    """The axis over which modules are divided, and the random state of split regions (None where they have no
+    dropout, or whole blocks are forked)."""
 
     axis: Axis
     fork: Fork | None
 
 
 class Style(Protocol):
-    """How a module is divided over the axis."""
+    """A way to divide a module over an axis."""
 
     def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
-        """How each of the module's own parameters is divided, by its name in the module. Raises ValueError
-        where it cannot be."""
+        """Return the cut of each of the module's own parameters over `ways` ranks, by its name in the module.
+        Raises ValueError where it cannot be divided."""
         ...
 
 
 @dataclass(frozen=True)
 class Column:
-    """A linear layer of which each rank has a part of the outputs.
+    """A linear layer of which each rank has a slice of the outputs.
 
-    sections: (outputs, units that cannot be divided) of each of the parts that are packed into it; () for one
-    section that divides evenly.
-    gathered: each rank gets all outputs.
+    sections: of each layer packed into it, (outputs, number of units such as heads, which are not divided);
+    () for a single one that is divided evenly.
+    gathered: the outputs are gathered, so that each rank gets all of them.
     """
 
     sections: tuple[tuple[int, int], ...] = ()
@@ -95,8 +95,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer of which each rank has a part of the inputs; its outputs are summed. `split_input`: its
-    input arrives whole."""
+    """A linear layer of which each rank has a slice of the inputs; its outputs are summed. split_input: its
+    input comes whole, and is split first."""
 
     split_input: bool = False
 
@@ -111,8 +111,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An embedding, or the linear layer of a head, of which each rank has a part of the vocabulary (uneven
-    parts are padded)."""
+    """An embedding, or the linear layer of a head, of which each rank has a slice of the vocabulary (shorter
+    ones are padded)."""
 
     def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
         return {name: Cut.padded(p.shape, 0, ways) for name, p in module.named_parameters(recurse=False)}
@@ -120,7 +120,8 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class EmbeddingColumns:
-    """An embedding of which each rank has a part of the width, such as one number for each attention head."""
+    """An embedding of which each rank has a slice of the width, such as one number for each attention
+    head."""
 
     def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
         return {name: Cut.even(p.shape, 1, ways) for name, p in module.named_parameters(recurse=False)}
@@ -128,8 +129,8 @@ class EmbeddingColumns:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Whole on every rank. `summed`: used in a split region, so that each rank's gradient is a part of the
-    whole one."""
+    """A module that is whole on every rank. summed: it is used in a split region, so that its gradient is the
+    sum of the ranks' gradients."""
 
     summed: bool = False
 
@@ -138,16 +139,16 @@ class Replicate:
 
 
 class Columns:
-    """Column layers that a module calls with the same input: computed at the first one's call, so that
-    backward sums one gradient.
+    """Column layers that a module calls with the same input. All are computed when the first is called, so
+    that backward sums one gradient.
 
     Layers that turn out to be called with different inputs (cross-attention) are computed one by one from the
-    next `settle` on: not before, so that a recomputed forward is what it was."""
+    next `settle` on; not earlier, so that a recomputed forward does the same as the first."""
 
     def __init__(
         self, site: Site, modules: Sequence[nn.Module], styles: Sequence[Column], gathers: bool
     ) -> None:
-        """gathers: inputs are parts of the sequence that no one gathered before."""
+        """gathers: the input is this rank's slice of the sequence, and is gathered here."""
         self._site, self._modules, self._styles, self._gathers = site, modules, styles, gathers
         self._computes_all = self._same_inputs = True
         self._input: Tensor | None = None
@@ -158,15 +159,16 @@ class Columns:
             _resize(module)
 
     def settle(self) -> None:
-        """Forget the outputs of the forward before; called before each forward of the model."""
+        """Drop outputs that are left of the last forward; called before each forward of the model."""
         self._computes_all = self._same_inputs
         self._input, self._outputs = None, {}
 
-    def enter(self, full: Tensor, part: Tensor) -> None:
-        """`full` is the whole of the sequence of which this rank has `part`."""
-        self._entered = full, part
+    def enter(self, full: Tensor, shard: Tensor) -> None:
+        """Note that `full` was gathered from this rank's `shard` of the sequence."""
+        self._entered = full, shard
 
     def leave(self) -> None:
+        """Forget the input noted by `enter`."""
         self._entered = None
 
     def _call(self, index: int, x: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ class Columns:
 
 
 def install_row(site: Site, module: nn.Module, style: Row, sequence: bool) -> None:
-    """sequence: each rank gets its part of the sequence of the output."""
+    """Replace the forward of a row layer. sequence: each rank gets its slice of the output's sequence."""
     shape = ops.Shape(is_transposed(module))
 
     def forward(x: Tensor) -> Tensor:
@@ -216,8 +218,8 @@ def install_row(site: Site, module: nn.Module, style: Row, sequence: bool) -> No
 
 
 def install_dropout(site: Site, module: nn.Module, divided: bool) -> None:
-    """A dropout before the low rank of an adapter, inside a split region: of activations that are whole all
-    ranks drop the same."""
+    """Replace the forward of a dropout before an adapter's low rank, inside a split region. divided: its
+    input is divided, and each rank draws for itself; else all ranks drop the same."""
     forward = module.forward
 
     def wrapped(x: Tensor) -> Tensor:
@@ -229,8 +231,8 @@ def install_dropout(site: Site, module: nn.Module, divided: bool) -> None:
 
 
 def install_head(site: Site, module: nn.Module, cut: Cut, around: Iterable[nn.Module] = ()) -> None:
-    """A head whose output is `VocabParallelLogits`; or whole, where it or a module `around` it has a hook of
-    the user's that sees gradients, for which torch would take this rank's part out of them."""
+    """Replace the forward of a head by one that returns `VocabParallelLogits`; or the whole logits, where it
+    or a module `around` it has a user's hook that sees gradients, which would get this rank's slice alone."""
     hooked = (module, *around)
     used = cut.used(site.axis.rank)
     shape = ops.Shape(used=None if used == cut.length else used)
@@ -244,8 +246,8 @@ def install_head(site: Site, module: nn.Module, cut: Cut, around: Iterable[nn.Mo
 
 
 def put_off_weights(model: nn.Module) -> None:
-    """Let linear layers that are not divided have the gradients of their weights put off where that is
-    expected (`weight_gradients`): columns of one rank. Classes with a forward of their own are left alone."""
+    """Replace the forward of linear layers that are not divided, so that a backward can put off the gradients
+    of their weights (`weight_gradients`). Classes with a forward of their own are left as they are."""
     alone = Axis("tp")
     for module in model.modules():
         plain = type(module).forward is nn.Linear.forward or is_transposed(module)
@@ -265,14 +267,14 @@ def _now_or_later(
 
 
 def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
-    """Each rank looks up the rows that it has; the others' are zeros in the sum. What a subclass does to the
-    rows stays as it is.
+    """Replace the forward of an embedding: each rank looks up the rows that it has, and the results are
+    summed, with zeros for the others' rows. A subclass's own forward is applied to the rows.
 
-    Raises ModelError for options of nn.Embedding that look at other rows than their own."""
+    Raises ModelError for options of nn.Embedding that need rows of other ranks."""
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         raise ModelError("an embedding with max_norm, sparse or scale_grad_by_freq "
                          "cannot be divided by its vocabulary: turn them off, "
-                         'or place it whole on every rank with "replicate"')  # fmt: skip
+                         f'or place it whole on every rank with "replicate"; {VERIFY}')  # fmt: skip
     (start, stop), size = cut.pieces[site.axis.rank][0], cut.shape[0]
     look_up = module.forward
     padding = module.padding_idx
@@ -289,13 +291,13 @@ def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
 
 
 def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module, str, ops.Summed]]) -> None:
-    """Replace, while `block` runs, parameters of its modules by tensors whose gradients are summed over the
-    axis, all at once."""
+    """Replace parameters, while `block` runs, by tensors whose gradients are summed over the axis, all in one
+    all-reduce. held: each as (module, name in it, its sum)."""
     forward = block.forward
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        here = [(each[0]._parameters.get(each[1]), each) for each in held]  # not those of another stage
+        here = [(each[0]._parameters.get(each[1]), each) for each in held]  # None for those of other stages
         trained = [each for parameter, each in here if parameter is not None and parameter.requires_grad]
         parameters = [module.get_parameter(name) for module, name, _ in trained]
         summed = ops.sum_gradients(axis, parameters, [each for _, _, each in trained])
@@ -311,8 +313,8 @@ def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module,
 
 
 def install_argument(module: nn.Module, change: Callable[[Tensor], Tensor], name: str | None = None) -> None:
-    """`change` the argument of the module's forward that is called `name`, where it is a tensor; or (None)
-    its first, which must be one."""
+    """Pass the argument `name` of the module's forward through `change` where it is a tensor. Without a name:
+    its first argument, which must be a tensor."""
     forward = module.forward
     names = list(inspect.signature(forward).parameters)
     position = names.index(name) if name is not None else 0
@@ -336,7 +338,7 @@ def install_argument(module: nn.Module, change: Callable[[Tensor], Tensor], name
 
 
 def _resize(module: nn.Module) -> None:
-    """Make a linear layer's sizes those of its weight, for whoever prints it."""
+    """Set a linear layer's sizes to those of its weight, as they are printed."""
     inputs, outputs = linear_sizes(module)
     names = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
     for name, size in zip(names, (inputs, outputs), strict=True):

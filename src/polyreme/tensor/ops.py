@@ -1,16 +1,16 @@
-"""Autograd pairs over an axis: what one does in forward, the other does in backward; and the two linear
-layers made of them.
+"""Autograd functions that communicate over an axis, in pairs in which one's forward is the other's backward;
+and the two linear layers made of them.
 
 Contract: outside of a split region (between a column and its row layer) every rank of the axis holds the same
-activations, or its part of the sequence of them, and after backward complete gradients of them. All ranks
-call the same operations in the same order.
+activations, or its slice of the sequence of them, and after backward their complete gradients. All ranks call
+the same operations in the same order.
 
 Communication, Shoeybi et al. 2019 ("Megatron-LM") and Korthikanti et al. 2022 ("Reducing Activation
 Recomputation"): a row layer sums its output (all-reduce, or a reduce-scatter along the sequence), a column
 layer the gradient of its input, while it computes the gradients of its weights. With the sequence split, the
-column layer gathers its input; for backward it keeps its own part and gathers again. In a backward that puts
-off the gradients of weights (`weight_gradients`), sums are waited for at once and the gather, too, is put
-off."""
+column layer gathers its input; for backward it keeps its own slice and gathers again. In a backward that puts
+off the gradients of weights (`weight_gradients`), sums are waited for at once, and the gather is put off with
+those gradients."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from polyreme.distributed.work import Work
 from polyreme.errors import BatchError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.pipeline.weight_gradients import current, now_or_later
-from polyreme.tensor.states import PART, WHOLE, Passes, State
+from polyreme.tensor.states import LOCAL, WHOLE, Passes, State
 
 WAITING = ("cpu",)
-"""Kinds of devices that compute while the host waits, so that to look at a number costs nothing."""
+"""Types of devices on which reading a number does not stall the host, as they compute while it waits."""
 
 
 def refuse_outside(numbers: Tensor, stop: int, message: str) -> None:
-    """Refuse whole numbers below 0 or from `stop` on, which no rank has a row for: the sum over ranks would
-    be a finite, wrong number. On the CPU with BatchError, whose `message` gets the number for its "{}";
-    on a GPU with an assertion on the device, as torch's own embedding does, for which no host waits."""
+    """Refuse integers below 0 or from `stop` on, for which no rank has a row: the sum over ranks would be a
+    finite, wrong number. Raises BatchError on the CPU, with the number in place of the "{}" of `message`. On
+    a GPU it is an assertion on the device, as in torch's own embedding, for which the host does not wait."""
     if numbers.is_meta or not numbers.numel():
         return
     low, high = torch.aminmax(numbers)
@@ -51,9 +51,10 @@ def refuse_outside(numbers: Tensor, stop: int, message: str) -> None:
 
 @dataclass(frozen=True)
 class Divided:
-    """Of which dimension each rank has a part. followed: the dimension is the one of a column layer without
-    heads or sections, and known wherever it goes; else it is the last one. split: it was made several.
-    unit: how many places of it belong together, as those of a head, where that is known."""
+    """The mark of a tensor whose dimension `dim` is divided over the ranks. followed: `dim` comes from a
+    column layer without heads or sections, and is known through reshapes; else it is the last one. split: it
+    was reshaped into several. unit: how many neighbours along it belong together, as those of a head; 0: not
+    known."""
 
     dim: int
     followed: bool = False
@@ -61,32 +62,32 @@ class Divided:
     unit: int = 0
 
 
-def mark_divided(part: Tensor, mark: Divided | None = None) -> None:
-    """Make `part` one of activations of which each rank has a part, by default of the last dimension."""
-    part._divided = Divided(part.dim() - 1) if mark is None else mark  # type: ignore[attr-defined]
+def mark_divided(shard: Tensor, mark: Divided | None = None) -> None:
+    """Mark `shard` as this rank's slice of divided activations, by default along the last dimension."""
+    shard._divided = Divided(shard.dim() - 1) if mark is None else mark  # type: ignore[attr-defined]
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether `mark_divided` marked it."""
+    """Whether `mark_divided` marked the tensor."""
     return hasattr(tensor, "_divided")
 
 
 def divided(tensor: Tensor) -> Divided:
-    """The mark of a tensor that has one."""
+    """Return the mark of a tensor that has one."""
     return tensor._divided  # type: ignore[attr-defined]
 
 
 def sequence_dim(hidden: Tensor) -> int:
-    """Which dimension of hidden states is the sequence: of (batch, sequence, width) the second, of (batch *
-    sequence, width) the first."""
+    """Return the sequence dimension of hidden states: 1 of (batch, sequence, width), 0 of (batch * sequence,
+    width)."""
     return 1 if hidden.dim() > 2 else 0
 
 
-# ---- moving a dimension: every rank's part in rank order
+# ---- gathering and scattering along a dimension, in rank order
 
 
 class Moved:
-    """A tensor on its way: `finish` waits and returns it."""
+    """A tensor that a collective is still writing: `finish` waits and returns it."""
 
     def __init__(self, work: Work, ranks_first: Tensor, dim: int | None) -> None:
         self._work, self._tensor, self._dim = work, ranks_first, dim
@@ -98,38 +99,34 @@ class Moved:
         return self._tensor.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
 
 
-def start_gather(axis: Axis, part: Tensor, dim: int) -> Moved:
-    """Begin to put every rank's `part` one behind the other along `dim`."""
-    dim %= part.dim()
-    part = part.contiguous()
-    full = part.new_empty((axis.size, *part.shape))
-    return Moved(axis.all_gather(full.view(-1), part.view(-1)), full, dim)
+def start_gather(axis: Axis, shard: Tensor, dim: int) -> Moved:
+    """Begin to gather the ranks' shards end to end along `dim`, in rank order."""
+    dim %= shard.dim()
+    shard = shard.contiguous()
+    full = shard.new_empty((axis.size, *shard.shape))
+    return Moved(axis.all_gather(full.view(-1), shard.view(-1)), full, dim)
 
 
 def start_scatter_sum(axis: Axis, full: Tensor, dim: int) -> Moved:
-    """Begin to sum `full` over the axis; the result is this rank's part of the sum along `dim`."""
-    ranks_first = _by_rank(axis, full, dim)
-    part = torch.empty_like(ranks_first[0])
-    return Moved(axis.reduce_scatter(part.view(-1), ranks_first.view(-1)), part, None)
+    """Begin to sum `full` over the axis, and to keep this rank's equal slice of the sum along `dim`."""
+    ranks_first = full.unflatten(dim, (axis.size, -1)).movedim(dim % full.dim(), 0).contiguous()
+    shard = torch.empty_like(ranks_first[0])
+    return Moved(axis.reduce_scatter(shard.view(-1), ranks_first.view(-1)), shard, None)
 
 
 def local_shard(axis: Axis, full: Tensor, dim: int) -> Tensor:
-    """This rank's equal part of `full` along `dim`, in memory of its own."""
-    part = full.unflatten(dim, (axis.size, -1)).select(dim % full.dim(), axis.rank)
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def _by_rank(axis: Axis, full: Tensor, dim: int) -> Tensor:
-    return full.unflatten(dim, (axis.size, -1)).movedim(dim % full.dim(), 0).contiguous()
+    """Copy this rank's equal slice of `full` along `dim`."""
+    shard = full.unflatten(dim, (axis.size, -1)).select(dim % full.dim(), axis.rank)
+    return shard.clone(memory_format=torch.contiguous_format)
 
 
 class _Gather(Function):
-    """all-gather / own part: the gradient that comes back is complete."""
+    """Forward: all-gather. Backward: this rank's slice of the gradient, which is complete."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return start_gather(axis, part, dim).finish()
+        return start_gather(axis, shard, dim).finish()
 
     @staticmethod
     @once_differentiable
@@ -138,11 +135,11 @@ class _Gather(Function):
 
     @staticmethod
     def passes(ctx: Any, output: int, state: State) -> Passes:
-        return Passes(WHOLE, {0: PART})
+        return Passes(WHOLE, {0: LOCAL})
 
 
 class _ShardedView(Function):
-    """The rank's own part forward, an all-gather backward."""
+    """Forward: this rank's slice. Backward: all-gather."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -156,11 +153,11 @@ class _ShardedView(Function):
 
     @staticmethod
     def passes(ctx: Any, output: int, state: State) -> Passes:
-        return Passes(PART, {0: WHOLE})
+        return Passes(LOCAL, {0: WHOLE})
 
 
 class _Reduce(Function):
-    """all-reduce / identity."""
+    """Forward: all-reduce. Backward: identity."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
@@ -174,26 +171,26 @@ class _Reduce(Function):
 
     @staticmethod
     def passes(ctx: Any, output: int, state: State) -> Passes:
-        return Passes(WHOLE, {0: PART})
+        return Passes(WHOLE, {0: LOCAL})
 
 
 @dataclass(eq=False)
 class Summed:
-    """A tensor whose gradient is summed over the ranks that hold its numbers, as its `cut` says; unless each
-    rank's was seen to be whole already. seen: the states of its gradients."""
+    """A tensor whose gradient is summed over the ranks that hold its numbers, as `cut` says; but not if each
+    rank's gradient was seen to be whole already. seen: the states of its gradients so far."""
 
     cut: Cut
     seen: State = State.NONE
 
     @property
     def whole(self) -> bool:
-        """Whether there is nothing to sum."""
+        """Whether the gradients are whole on every rank, so that there is nothing to sum."""
         return self.cut.is_whole and self.seen == WHOLE
 
 
 class _Summed(Function):
-    """Identity / all-reduce, of several tensors at once: of those that a Cut divides, each number over the
-    ranks that hold it."""
+    """Forward: identity. Backward: one all-reduce of the gradients of several tensors; of a divided tensor
+    each number is summed over the ranks that hold it."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, summed: Sequence[Summed], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -206,7 +203,7 @@ class _Summed(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         axis, cuts = ctx.axis, [each.cut for each in ctx.summed]
         summed = list(grads)
-        # the tensors are the same on every rank
+        # every rank has gradients of the same tensors
         came = {i: grad for i, grad in enumerate(grads) if grad is not None and not ctx.summed[i].whole}
         for dtype in dict.fromkeys(grad.dtype for grad in came.values()):
             mine = {i: grad for i, grad in came.items() if grad.dtype == dtype}
@@ -224,33 +221,33 @@ class _Summed(Function):
     def passes(ctx: Any, output: int, state: State) -> Passes:
         summed, cut = ctx.summed[output], ctx.summed[output].cut
         before, summed.seen = summed.whole, summed.seen | state
-        takes = PART if summed.seen == PART else WHOLE if summed.whole else State.NONE
-        return Passes(takes, {output: WHOLE if cut.is_whole else PART}, summed.whole and not before)
+        takes = LOCAL if summed.seen == LOCAL else WHOLE if summed.whole else State.NONE
+        return Passes(takes, {output: WHOLE if cut.is_whole else LOCAL}, summed.whole and not before)
 
 
-def gather(axis: Axis, part: Tensor, dim: int) -> Tensor:
-    """Every rank's `part` along `dim`; backward keeps this rank's part of the (complete) gradient."""
-    return part if axis.size == 1 else _Gather.apply(part, axis, dim)
+def gather(axis: Axis, shard: Tensor, dim: int) -> Tensor:
+    """Gather the ranks' shards along `dim`. Backward keeps this rank's slice of the complete gradient."""
+    return shard if axis.size == 1 else _Gather.apply(shard, axis, dim)
 
 
 def split(axis: Axis, full: Tensor, dim: int) -> Tensor:
-    """This rank's equal part of `full` along `dim`; backward gathers the gradient."""
+    """Return this rank's equal slice of `full` along `dim`. Backward gathers the gradient."""
     return full if axis.size == 1 else _ShardedView.apply(full, axis, dim)
 
 
 def reduce(axis: Axis, partial: Tensor) -> Tensor:
-    """The sum of every rank's `partial`; backward passes the gradient on."""
+    """Sum `partial` over the ranks. Backward passes the gradient on."""
     return partial if axis.size == 1 else _Reduce.apply(partial, axis)
 
 
 def sum_gradients(axis: Axis, tensors: Sequence[Tensor], summed: Sequence[Summed]) -> tuple[Tensor, ...]:
-    """`tensors` as they are; in backward their gradients are summed over the ranks that hold them, all in one
+    """Return `tensors` as they are. Backward sums their gradients over the ranks that hold them, all in one
     all-reduce."""
     return tuple(tensors) if axis.size == 1 or not tensors else _Summed.apply(axis, summed, *tensors)
 
 
 def split_sequence(axis: Axis, hidden: Tensor) -> Tensor:
-    """This rank's part of the sequence. Raises BatchError where it cannot be divided."""
+    """Return this rank's slice of the sequence. Raises BatchError where its length is not divisible."""
     dim = sequence_dim(hidden)
     if hidden.shape[dim] % axis.size:
         raise BatchError(
@@ -266,21 +263,23 @@ def split_sequence(axis: Axis, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """The form of a linear layer's weight: (in, out) where `transposed`, else (out, in). Outputs behind the
-    first `used` are padding."""
+    """The form of a linear layer's weight: (in, out) where `transposed`, else (out, in). Outputs after the
+    first `used` are padding; None: there is none."""
 
     transposed: bool = False
     used: int | None = None
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's used outputs."""
         return F.linear(x, self.matrix(weight), bias if bias is None else bias[: self.used])
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """(used outputs, inputs)"""
+        """The weight as (used outputs, inputs), a view."""
         return (weight.t() if self.transposed else weight)[: self.used]
 
     def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """grad: (rows, outputs), x: (rows, inputs). Added to `into`, where that is given."""
+        """The weight's gradient, in the weight's form, from grad (rows, outputs) and x (rows, inputs). It is
+        added to `into` where that is given."""
         if into is None and self.used is None:
             return x.t() @ grad if self.transposed else grad.t() @ x
         out = torch.zeros_like(weight) if into is None else into
@@ -292,15 +291,15 @@ PLAIN = Shape()
 
 
 def _leaf(parameter: Tensor | None) -> Tensor | None:
-    """A parameter itself; None for what is computed of one."""
+    """Return a tensor that is a leaf of autograd's graph; None for one that is computed."""
     return parameter if parameter is not None and parameter.is_leaf else None
 
 
 class _Columns(Function):
-    """Linear layers with one input, each with this rank's part of its outputs.
+    """Linear layers with a common input, each with this rank's slice of its outputs.
 
-    The input is replicated, or with `sequence` this rank's part of the sequence; then `full` may be the whole
-    one, if it is known."""
+    The input is the same on every rank, or with `sequence` this rank's slice of the sequence; `full` is the
+    whole sequence then, where that is known."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, sequence: bool, shapes: Sequence[Shape], full: Tensor | None, x: Tensor,
@@ -312,7 +311,7 @@ class _Columns(Function):
         ctx.save_for_backward(x, *weights)
         ctx.biases = [None if bias is None else bias.shape for bias in biases]
         ctx.leaves = [_leaf(parameter) for parameter in parameters]
-        ctx.at = 0 if full is None else 1  # of `x` among the tensors
+        ctx.at = 0 if full is None else 1  # the position of `x` among the tensors
         if sequence and full is None:
             full = start_gather(axis, x, sequence_dim(x)).finish()
         whole = x if full is None else full
@@ -377,8 +376,8 @@ class _Columns(Function):
 
     @staticmethod
     def passes(ctx: Any, output: int, state: State) -> Passes:
-        parameters = dict.fromkeys(range(ctx.at + 1, ctx.at + 1 + len(ctx.leaves)), PART)
-        return Passes(PART, {ctx.at: PART if ctx.sequence else WHOLE, **parameters})
+        parameters = dict.fromkeys(range(ctx.at + 1, ctx.at + 1 + len(ctx.leaves)), LOCAL)
+        return Passes(LOCAL, {ctx.at: LOCAL if ctx.sequence else WHOLE, **parameters})
 
 
 def _weight_grad(
@@ -388,14 +387,15 @@ def _weight_grad(
 
 
 def _bias_grad(grad: Tensor, size: int, into: Tensor | None) -> Tensor:
-    """The bias' gradient from `grad` of (..., outputs), padded to `size` outputs."""
+    """The gradient of a bias from `grad` (..., outputs), padded to `size` outputs; added to `into`, if
+    given."""
     sums = F.pad(grad.flatten(0, -2).sum(0), (0, size - grad.shape[-1]))
     return sums if into is None else into.add_(sums)
 
 
 class _Row(Function):
-    """A linear layer with this rank's part of its inputs; the sum of all ranks' outputs, or with `sequence`
-    this rank's part of it."""
+    """A linear layer with this rank's slice of its inputs. Returns the sum of all ranks' outputs, or with
+    `sequence` this rank's slice of that sum."""
 
     @staticmethod
     def forward(
@@ -433,8 +433,8 @@ class _Row(Function):
 
     @staticmethod
     def passes(ctx: Any, output: int, state: State) -> Passes:
-        takes = PART if ctx.sequence else WHOLE
-        return Passes(takes, {0: PART, 1: PART, 2: takes})
+        takes = LOCAL if ctx.sequence else WHOLE
+        return Passes(takes, {0: LOCAL, 1: LOCAL, 2: takes})
 
 
 def columns(
@@ -446,10 +446,10 @@ def columns(
     sequence: bool = False,
     full: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """This rank's outputs of column-parallel linear layers that share the input `x` (..., in): one sum of its
-    gradient for all of them, under the products for the gradients of the weights.
+    """Return this rank's outputs of column-parallel linear layers that share the input `x` (..., in).
+    Backward sums its gradient once for all of them, while it computes the weights' gradients.
 
-    sequence: `x` is this rank's part of the sequence, and outputs are of all of it; `full` is the whole input
+    sequence: `x` is this rank's slice of the sequence; outputs are of the whole one. full: the whole input,
     where it is known already."""
     return _Columns.apply(
         axis, sequence, shapes, None if full is None else full.detach(), x, *weights, *biases
@@ -459,6 +459,6 @@ def columns(
 def row(
     axis: Axis, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape = PLAIN, sequence: bool = False
 ) -> Tensor:
-    """A row-parallel linear layer: `x` (..., in / size) is this rank's part of the input. The bias is added
-    once, after the sum."""
+    """Return the output of a row-parallel linear layer. x: this rank's slice (..., in / size) of the input.
+    The bias is added once, after the sum."""
     return _Row.apply(axis, sequence, shape, x, weight, bias)

@@ -1,9 +1,9 @@
-"""Divides a model over a tensor-parallel axis, in place: each parameter cut to this rank's part, each planned
-module given its forward.
+"""Divides a model over a tensor-parallel axis, in place: cuts each parameter to this rank's slice, and
+replaces the forward of each planned module.
 
-Invariant: names of parameters and modules do not change, nor what the model computes: its losses and joined
-gradients are those of the undivided model. Works on real models (each rank holds the same one) and on the
-meta device, where the Cuts that are returned tell how to make this rank's part from the whole tensor."""
+Invariant: names of parameters and modules do not change, and losses and joined gradients are those of the
+undivided model. Works on real models (each rank holds the same one) and on the meta device, where the
+returned Cuts tell how to make this rank's slice from the whole tensor."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models.huggingface import find_blocks, tensors_in
+from polyreme.pipeline.intercept import ENTERS
 from polyreme.tensor import ops
 from polyreme.tensor.layers import (
     Column,
@@ -41,18 +42,20 @@ from polyreme.tensor.rng import Fork
 def parallelize(
     model: nn.Module, axis: Axis, plan: TensorPlan, sequence_parallel: bool = False
 ) -> dict[str, Cut]:
-    """Make `model` this rank's part of itself, as `rules.plan(model, axis.size, ...)` says.
+    """Cut `model` to this rank's slices of it, by the result of `plan(model, axis.size, ...)`.
 
-    Returns how each parameter is cut, by each of its names (tied ones have several). Call it before the
-    parameters move anywhere else and before forwards are wrapped (recomputed, compiled). With
-    `sequence_parallel`, activations between blocks are split along the sequence. Raises ModelError for tied
+    Returns the cut of each parameter, by each of its names (tied ones have several). Call it before the
+    parameters move to another memory, and before forwards are wrapped (recomputed, compiled).
+    sequence_parallel: split activations between blocks along the sequence. Raises ModelError for tied
     parameters that would be cut in two ways."""
     cuts = _cuts(model, axis.size, plan)
     if axis.size == 1:
         return cuts
     modules = dict(model.named_modules())
     blocks = find_blocks(model)
-    _cut_parameters(model, axis, cuts)
+    for name, parameter in model.named_parameters():  # tied ones once
+        if not cuts[name].is_whole:
+            parameter.data = cuts[name].split(parameter.data, axis.rank)
     fork = Fork(axis) if _is_random(model) else None
     site = Site(
         axis, None if sequence_parallel else fork
@@ -101,7 +104,7 @@ def parallelize(
 
 
 def _within(name: str, parents: Iterable[str]) -> bool:
-    """Whether `name` is one of `parents`, or inside of one."""
+    """Whether the module `name` is one of `parents`, or inside of one."""
     return any(name == parent or name.startswith(parent + ".") for parent in parents)
 
 
@@ -125,12 +128,6 @@ def _cuts(model: nn.Module, ways: int, plan: TensorPlan) -> dict[str, Cut]:
     }
 
 
-def _cut_parameters(model: nn.Module, axis: Axis, cuts: Mapping[str, Cut]) -> None:
-    for name, parameter in model.named_parameters():  # tied ones once
-        if not cuts[name].is_whole:
-            parameter.data = cuts[name].split(parameter.data, axis.rank)
-
-
 def _summed(
     owner_name: str,
     owner: nn.Module,
@@ -139,9 +136,9 @@ def _summed(
     cuts: Mapping[str, Cut],
     sequence: bool,
 ) -> list[tuple[nn.Module, str, ops.Summed]]:
-    """The parameters of `owner` (but for those of the modules `others`) of which each rank's gradient is a
-    part: used on divided activations, or on parts of the sequence; or held by several ranks (key-value
-    heads)."""
+    """The parameters of `owner`, without those of the modules `others`, whose gradients have to be summed
+    over ranks: those used on divided activations or on slices of the sequence, and those that several ranks
+    hold (key-value heads)."""
     found = []
     gathered = [
         parent
@@ -174,7 +171,7 @@ def _summed(
 
 
 def _set_heads(module: nn.Module, heads: Heads, ways: int) -> None:
-    """Counts of heads, in the module and in a config of its own, become those of this rank."""
+    """Set the counts of heads, in the module and in a copy of its config, to those of this rank."""
     for name, value in heads.changes(module, ways).items():
         setattr(module, name, value)
     config = getattr(module, "config", None)
@@ -185,8 +182,8 @@ def _set_heads(module: nn.Module, heads: Heads, ways: int) -> None:
 
 
 def _own_heads(axis: Axis, heads: int, by_head: Tensor) -> Tensor:
-    """(batch * heads, x, y) -> (batch * own heads, x, y), (batch, heads, x, y) -> (batch, own heads, x, y),
-    and anything else as it is."""
+    """Select this rank's heads: (batch * heads, x, y) -> (batch * own heads, x, y), (batch, heads, x, y) ->
+    (batch, own heads, x, y). Anything else is returned as it is."""
     if by_head.dim() == 4 and by_head.shape[1] == heads:
         return ops.local_shard(axis, by_head, 1)
     if by_head.dim() == 3 and by_head.shape[0] % heads == 0:
@@ -206,12 +203,12 @@ def _is_random(model: nn.Module) -> bool:
 
 
 def _gather_at_entry(module: nn.Module, axis: Axis, columns: Columns) -> None:
-    """Give `module` the whole sequence of its first argument; its column layers know the part that it was
-    made of."""
+    """Gather the sequence of the first argument of `module`, and tell its column layers the shard that it
+    came from."""
 
-    def whole(part: Tensor) -> Tensor:
-        full = ops.gather(axis, part, ops.sequence_dim(part))
-        columns.enter(full, part)
+    def whole(shard: Tensor) -> Tensor:
+        full = ops.gather(axis, shard, ops.sequence_dim(shard))
+        columns.enter(full, shard)
         return full
 
     install_argument(module, whole)
@@ -228,13 +225,18 @@ def _gather_at_entry(module: nn.Module, axis: Axis, columns: Columns) -> None:
 
 
 def _split_between(blocks: Mapping[str, nn.Module], axis: Axis, fork: Fork | None) -> None:
-    """Split the sequence before the first block of each stack and gather it after the last one. Blocks draw
-    for themselves."""
+    """Split the sequence before the first block of each stack, and gather it after the last one. Inside of
+    blocks each rank draws its own random numbers."""
     stacks: dict[str, list[nn.Module]] = defaultdict(list)
     for name, block in blocks.items():
         stacks[name.rpartition(".")[0]].append(block)
+
+    def own(hidden: Tensor) -> Tensor:
+        return ops.split_sequence(axis, hidden)
+
     for stack in stacks.values():
-        install_argument(stack[0], functools.partial(ops.split_sequence, axis))
+        install_argument(stack[0], own)
+        setattr(stack[0], ENTERS, own)
         _gather_output(stack[-1], axis)
         if fork is not None:
             for block in stack:

@@ -1,9 +1,10 @@
-"""Which module gets which style: by the user's mapping, else the model's own plan and the table of families,
-else an error that says what to add. Pure: looks at a model, real or on the meta device, and changes nothing.
+"""Chooses a style for each module: from the user's mapping, else the model's own plan and the table of
+families, else raises an error that says what to add. Pure: reads a model, real or on the meta device, and
+changes nothing.
 
-The style names are those of transformers' tensor-parallel plans: a path, in which `*` stands for one
-component, to a style. Added to them are "fused_qkv" (query, key and value heads one behind the other in one
-linear layer) and "vocabulary" for a head."""
+Plans map paths, in which `*` stands for one component, to style names, as transformers' tensor-parallel plans
+do. Added to their names are "fused_qkv" (query, key and value heads in this order in one linear layer) and
+"vocabulary" for an embedding or a head."""
 
 from __future__ import annotations
 
@@ -49,21 +50,22 @@ STYLES: dict[str, Style] = {
     "replicated_with_grad_allreduce": Replicate(summed=True),
     "replicate": Replicate(),
 }
-"""Styles by their names in a plan. "packed_colwise" and "fused_qkv" get their sections from the module."""
+"""Styles by their names in a plan. "packed_colwise", "interleaved_colwise" and "fused_qkv" get their sections
+from the module."""
 
 
 @dataclass
 class Heads:
-    """The attention of one module: how many query and key-value heads of `size` it has, of all ranks
-    together."""
+    """The heads of one attention module over all ranks: `query` query heads and `shared` key-value heads, of
+    `size` numbers each."""
 
     query: int
     shared: int
     size: int
 
     def changes(self, module: object, ways: int) -> dict[str, int]:
-        """New values of the module's (or its config's) attributes that count heads, or their numbers, for one
-        rank."""
+        """The attributes of the module (or its config) that count heads or their widths, with their values
+        for one rank."""
         query, shared = self.query // ways, max(self.shared // ways, 1)
         wanted = [
             *((name, self.query, query) for name in HEAD_COUNTS),
@@ -77,10 +79,13 @@ class Heads:
 
 @dataclass
 class TensorPlan:
-    """What to do with a model: styles by module name; siblings (column layers that share their input) by
-    their parent's name; attentions whose heads are divided, by module name, and names of arguments of all of
-    those of these that are cut by heads; attentions that are whole on every rank; layers that PEFT wrapped;
-    and dropouts before the low rank of divided ones, by name, and whether they get parts."""
+    """The way to divide a model over `ways` ranks.
+
+    styles: by module name. siblings: column layers that share their input, by their parent's name. heads:
+    attentions whose heads are divided, by name. by_head: arguments of these that have numbers for each head.
+    whole_attentions: those that are whole on every rank. adapted: layers that PEFT wrapped, by name.
+    dropouts: those before the low rank of adapters of divided layers, by name; True where their input is
+    divided."""
 
     ways: int
     styles: dict[str, Style] = field(default_factory=dict)
@@ -95,12 +100,12 @@ class TensorPlan:
 def plan(
     model: nn.Module, ways: int, user: Mapping[str, str] | None = None, sequence_parallel: bool = False
 ) -> TensorPlan:
-    """How to divide `model` over `ways` ranks.
+    """Plan how to divide `model` over `ways` ranks.
 
-    user: styles by path ("model.layers.*.mlp.gate" = "replicate"), before those that the model or the table
-    gives.
+    user: styles by path ("model.layers.*.mlp.gate" = "replicate"), which override those of the model's own
+    plan and of the table.
 
-    Raises ModelError that lists all modules which have no place, or which `ways` does not divide, with the
+    Raises ModelError that lists all modules without a style, or that `ways` does not divide, each with the
     line to add or to change."""
     found, problems = _attempt(model, ways, user or {}, sequence_parallel)
     if not problems:
@@ -119,8 +124,8 @@ def plan(
 
 
 def _read_elsewhere(plan: TensorPlan, names: Iterable[str]) -> Iterator[Problem]:
-    """Those of the layers `names` that would be divided, though the model uses more of them than what they
-    return."""
+    """Report the layers of `names` that would be divided, though the model reads their weights outside of
+    their forward."""
     for name, style in plan.styles.items():
         if name in names and not isinstance(style, Replicate):
             reason = "the model reads its weight itself, of which each rank would have a part"
@@ -128,8 +133,8 @@ def _read_elsewhere(plan: TensorPlan, names: Iterable[str]) -> Iterator[Problem]
 
 
 def _recognised(model: nn.Module) -> tuple[dict[str, str], set[str]]:
-    """Styles of layers of attentions and MLPs, where one forward shows what they are; and of which modules a
-    parameter is used elsewhere."""
+    """Recognise attentions and MLPs by one forward. Returns styles of their layers by name, and the modules
+    with a parameter that is used outside of them."""
     heads: dict[str, tuple[int, int]] = {}
     names = []
     for name, module in model.named_modules():
@@ -146,7 +151,7 @@ def _recognised(model: nn.Module) -> tuple[dict[str, str], set[str]]:
 def _attempt(
     model: nn.Module, ways: int, user: Mapping[str, str], sequence_parallel: bool
 ) -> tuple[TensorPlan, list[Problem]]:
-    """A plan, and why it cannot be carried out."""
+    """Make a plan. Returns it with the problems that keep it from being carried out."""
     modules = dict(model.named_modules())
     blocks = find_blocks(model)
     style_names, problems = _style_names(model, modules, blocks, user)
@@ -160,14 +165,14 @@ def _attempt(
         for name, style in found.styles.items()
         if (reason := _indivisible(modules[name], style))
     ]
-    told = {problem.path for problem in problems}
+    failed = {problem.path for problem in problems}
     for parent, names in _by_parent(
-        name for name, style in found.styles.items() if isinstance(style, Column) and name not in told
+        name for name, style in found.styles.items() if isinstance(style, Column) and name not in failed
     ).items():
         problems += _columns(found, style_names, modules, parent, names)
-    told |= {problem.path for problem in problems}
+    failed |= {problem.path for problem in problems}
     for name, style in found.styles.items():
-        if name in told or _parent(name) in told:
+        if name in failed or _parent(name) in failed:
             continue
         try:
             style.cuts(modules[name], ways)
@@ -194,7 +199,7 @@ def _attempt(
 
 
 def _indivisible(module: nn.Module, style: Style) -> str:
-    """Why a module cannot be divided whatever its sizes; "" if it can."""
+    """Say why a module cannot be divided, whatever its sizes; "" if it can."""
     if isinstance(style, Replicate) or not isinstance(module, nn.Linear):
         return ""
     kind = type(module).__name__
@@ -212,8 +217,8 @@ def _style_names(
     blocks: Mapping[str, nn.Module],
     user: Mapping[str, str],
 ) -> tuple[dict[str, str], list[Problem]]:
-    """The style name of each module that has one; later rules overrule earlier ones. Of a layer that PEFT
-    wrapped, the layer inside has it."""
+    """The style name of each module that has one: of the model's plan, overridden by the table, then by the
+    user. For a layer that PEFT wrapped it is the name of the layer inside."""
     found, problems = _model_styles(model, modules)
     plain, adapted = plain_names(model), adapted_layers(model)
     inside = [name for name in modules if any(name.startswith(block + ".") for block in blocks)]
@@ -257,7 +262,7 @@ def _style_names(
 
 
 def _tied(modules: Mapping[str, nn.Module], names: Iterable[str]) -> list[str]:
-    """Other modules that have a parameter of the modules `names`, too."""
+    """The other modules that share a parameter with the modules `names`."""
     whole = {id(parameter) for name in names for parameter in modules[name].parameters()}
     inside = tuple(f"{name}." for name in names)
     return [
@@ -271,7 +276,7 @@ def _tied(modules: Mapping[str, nn.Module], names: Iterable[str]) -> list[str]:
 def _packed(
     model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[str], style: str
 ) -> Iterator[Problem]:
-    """Layers that are to be plainly divided, and have several in one: by sizes."""
+    """Report layers with the style "colwise" whose sizes show that several layers are packed into them."""
     for name in names if style == "colwise" else ():
         if not is_linear(modules[name]):
             continue
@@ -299,7 +304,7 @@ def _packed(
 
 
 def _given(styles: Mapping[str, str], names: Iterable[str], style: str) -> dict[str, str]:
-    """`styles` with that of `names`: of all that is in them, too."""
+    """Return `styles` with `style` for `names`, and without those of modules inside of them."""
     inside = tuple(f"{name}." for name in names)
     return {name: other for name, other in styles.items() if not name.startswith(inside)} | dict.fromkeys(
         names, style
@@ -307,7 +312,7 @@ def _given(styles: Mapping[str, str], names: Iterable[str], style: str) -> dict[
 
 
 def _model_styles(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[Problem]]:
-    """The style names of the model's own plan."""
+    """The style names in the model's own plan, with the problems of that plan."""
     found: dict[str, str] = {}
     problems: list[Problem] = []
     plain, parameters = plain_names(model), [name for name, _ in model.named_parameters()]
@@ -335,7 +340,7 @@ def _add_vocabulary(model: nn.Module, modules: Mapping[str, nn.Module], found: d
     tied = {id(module.weight) for module in outermost if isinstance(module, nn.Embedding | nn.Linear)}
     tables = [base for name, layer in adapted.items() for base in [model.get_submodule(layer.base)]
               if isinstance(base, nn.Embedding) or modules[name] in outermost]  # fmt: skip
-    # PEFT looks up rows, and adds to all outputs; others do more than to look up, or to multiply
+    # PEFT looks up rows, and adds to all outputs; others do more than look rows up, or multiply
     tables += [m for m in modules.values() if isinstance(m, nn.Embedding | nn.Linear) and id(m.weight) in tied
                and (len(list(m.parameters())) > 1 + hasattr(m, "bias") or has_own_forward(m))]  # fmt: skip
     whole = {id(weight) for base in tables for weight in base.parameters(recurse=False)}
@@ -353,8 +358,8 @@ def _columns(
     parent: str,
     names: list[str],
 ) -> Iterator[Problem]:
-    """Enter the column layers `names` of one parent into the plan: who shares an input, and where heads begin
-    and end."""
+    """Enter the column layers `names` of one parent into the plan, with the sections that hold whole heads.
+    Yields their problems."""
     wrong = [name for name in names if not is_linear(modules[name])]
     if wrong:
         yield from (Problem(name, f"is {type(modules[name]).__name__}, no linear layer") for name in wrong)
@@ -408,7 +413,7 @@ def _columns(
 def _heads_column(
     plan: TensorPlan, style_name: str, parent: str, name: str, outputs: int, heads: Heads
 ) -> Iterator[Problem]:
-    """Enter one column layer of an attention, of `outputs` outputs, into the plan."""
+    """Enter one column layer of an attention, with `outputs` outputs, into the plan. Yields its problem."""
     all_queries, all_shared = heads.query * heads.size, heads.shared * heads.size
     if style_name == "fused_qkv":
         plan.styles[name] = Column(
@@ -455,9 +460,9 @@ def _heads(module: nn.Module, row_width: int | None, outputs: list[int], fused: 
 
 
 def _adapters(plan: TensorPlan, sequence: bool) -> Iterator[Problem]:
-    """Enter the adapters of layers that are divided: of a column layer the low rank is whole, and what comes
-    from it divided like the layer; of a row layer the low rank is a sum over the ranks, and what comes from
-    it whole, on each rank's part of the sequence."""
+    """Enter the adapters of divided layers into the plan. Of a column layer the low rank is whole, and the
+    outputs are divided like the layer's. Of a row layer the low rank is summed over the ranks, and the
+    outputs are whole, for each rank's slice of the sequence. Yields problems."""
     for name, layer in plan.adapted.items():
         style = plan.styles.get(layer.base)
         if style is None:
@@ -490,7 +495,8 @@ def _adapters(plan: TensorPlan, sequence: bool) -> Iterator[Problem]:
 def _unplaced(
     plan: TensorPlan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]
 ) -> Iterator[Problem]:
-    """Modules of the blocks of which nobody says what they are, where that matters."""
+    """Report modules without a style that need one: linear layers and embeddings in blocks, and all modules
+    with parameters between divided layers."""
     split = [
         parent
         for parent, names in plan.siblings.items()
@@ -519,8 +525,8 @@ def _unplaced(
 def _not_by_position(
     model: nn.Module, plan: TensorPlan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]
 ) -> Iterator[Problem]:
-    """What may mix positions of which a rank has a part only: everything but norms, and what gets the whole
-    sequence."""
+    """Report modules that may mix positions, of which each rank would have only a slice: all but norms and
+    modules that get the whole sequence."""
     fix = "mesh.sequence_parallel = false"
     if setting := skips_blocks(model):
         yield Problem("", f"skips whole blocks at random ({setting})", fix)
@@ -551,13 +557,15 @@ def _not_by_position(
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Normalises each position by itself."""
+    """Whether it normalises each position by itself."""
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(
         ("LayerNorm", "RMSNorm")
     )
 
 
 def _sizes(*counts: int) -> str:
+    """The line with the sizes of tp that divide the first of `counts`, and divide or are divided by the
+    rest."""
     fits = [
         n
         for n in range(1, counts[0] + 1)
@@ -574,7 +582,7 @@ def _by_parent(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _parent(name: str) -> str:
-    """The module that calls this one; of a layer in PEFT's wrapper, the one that calls the wrapper."""
+    """The name of the module that calls this one; for a layer in PEFT's wrapper, that calls the wrapper."""
     return name.removesuffix(".base_layer").rpartition(".")[0]
 
 
@@ -583,7 +591,7 @@ def _model_type(model: nn.Module) -> str:
 
 
 def _call(model: nn.Module, method: str) -> object:
-    """What the model's `method` returns; None where it has none, or none for this architecture."""
+    """Call the model's `method`; None where it has none, or has not implemented it."""
     function: Callable[[], object] | None = getattr(model, method, None)
     if not callable(function):
         return None

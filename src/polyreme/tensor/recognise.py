@@ -1,8 +1,8 @@
-"""How attentions and MLPs of an unknown model can be divided, from one forward on the meta device: which
-layers each calls, which parts of a layer's output are used together, and that nothing else mixes what would
-be divided; and which parameters are used while no module that has them runs.
+"""Recognises attentions and MLPs of an unknown model by one forward on the meta device: which layers each
+calls, which outputs of a layer are used together, and that no other operation mixes outputs that would be
+divided; and which parameters are used while no module that has them runs.
 
-Invariant: what is not certain is left out. Nothing is computed, and the model is left as it was."""
+Invariant: a style that is not certain is left out. Nothing is computed, and the model stays as it was."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLACEWISE = frozenset({
     "clamp_min", "minimum", "maximum", "hardtanh", "hardswish", "elu", "leaky_relu", "softplus",
     "threshold_", "native_dropout", "dropout", "bernoulli_", "empty_like",
 })  # fmt: skip
-"""Operations (of aten) that do to each place of the last dimension the same, or multiply by a matrix."""
+"""Operations (of aten) that treat each place of the last dimension alike, or multiply by a matrix."""
 BY_HEAD = PLACEWISE | {
     "cat", "stack", "softmax", "_softmax", "_safe_softmax", "masked_fill", "where", "matmul", "baddbmm",
     "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu",
@@ -38,16 +38,19 @@ BY_HEAD = PLACEWISE | {
     "full", "zeros", "ones", "arange", "zeros_like", "full_like", "le", "lt", "ge", "gt", "eq",
     "logical_and", "logical_or", "bitwise_and", "tril", "triu",
 }  # fmt: skip
-"""Operations that an attention does besides, to each head by itself."""
+"""Operations that an attention may apply, each head by itself."""
 WITHIN_HEAD = {
     "mean", "native_layer_norm", "rms_norm", "_fused_rms_norm", "var_mean", "linalg_vector_norm",
 }  # fmt: skip
-"""Operations that join places of the last dimension: of one head's, in an attention."""
+"""Operations that join places of the last dimension; in an attention they may within a head."""
 
 
 class _Trace(TorchDispatchMode):
-    """What happens inside of modules: the operations with the last sizes of what they get, the layers called,
-    in order, and the places of a layer's output that an operation reads together."""
+    """A record of what happens inside of modules: operations with the last sizes of their inputs, the layers
+    called, in order, and the places of a layer's output that one operation reads together.
+
+    owners: the modules that have each parameter, by the parameter's id. elsewhere: modules with a parameter
+    that is used while they do not run."""
 
     def __init__(self, owners: Mapping[int, set[str]]) -> None:
         super().__init__()
@@ -77,13 +80,13 @@ class _Trace(TorchDispatchMode):
         return out
 
     def enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Called before a module's forward."""
+        """Note that a module's forward begins; a hook."""
         self.inside.append(name)
         more = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim() > 2]
         self.given[name] |= {each.shape[-3] for each in more}
 
     def leave(self, name: str, module: nn.Module, _: Any, out: Any) -> None:
-        """Called after it."""
+        """Note that a module's forward ends; a hook."""
         self.inside.pop()
         self.calls[name.rpartition(".")[0]].append(name)
         if is_linear(module) and isinstance(out, Tensor):
@@ -91,7 +94,7 @@ class _Trace(TorchDispatchMode):
 
 
 def _places(view: Tensor, width: int) -> tuple[int, ...]:
-    """Which places of the last dimension, `width` wide, of a contiguous tensor its view has."""
+    """The places along the last dimension, `width` wide, of a contiguous tensor that its `view` includes."""
     return _at(view.untyped_storage().nbytes() // view.element_size(), tuple(view.shape), view.stride(),
                view.storage_offset(), width)  # fmt: skip
 
@@ -107,10 +110,10 @@ def _at(
 def recognise(
     model: nn.Module, names: Iterable[str], counts: Mapping[str, tuple[int, int]]
 ) -> tuple[dict[str, str], set[str]]:
-    """Styles by name for the layers in those of the modules `names` that are known to be attentions or MLPs;
-    and the modules that have a parameter which is used elsewhere.
+    """Find those of the modules `names` that are attentions or MLPs. Returns styles for their layers, by
+    name; and the modules with a parameter that is used while they do not run.
 
-    counts: numbers of query heads, and their size, of attentions."""
+    counts: number and size of the query heads of attentions, by name."""
     modules = dict(model.named_modules())
     wanted = [name for name in names if _is_plain(modules[name])]
     trace = _traced(model, modules, wanted)
@@ -123,14 +126,14 @@ def recognise(
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """It has linear layers, norms, and no numbers beside."""
+    """Whether the module has several linear layers, and no parameters or buffers of its own."""
     layers = [child for child in module.children() if any(True for _ in child.parameters())]
     own = [*module.parameters(recurse=False), *module.buffers()]
     return not own and sum(map(is_linear, layers)) > 1 and not any(map(has_own_forward, layers))
 
 
 def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[str]) -> _Trace | None:
-    """A forward of the model on the meta device; None where it cannot run there."""
+    """Record a forward of the model on the meta device; None where it cannot run there."""
     inputs = sample_inputs(model)
     if inputs is None:
         return None
@@ -147,7 +150,7 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
         entered = functools.partial(trace.enter, each)
         hooks.append(modules[each].register_forward_pre_hook(entered, with_kwargs=True))
         hooks.append(modules[each].register_forward_hook(functools.partial(trace.leave, each)))
-    # which tokens experts get follows from numbers
+    # experts are passed over: their routing depends on numbers
     experts = [
         each
         for path, each in modules.items()
@@ -170,7 +173,7 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
 
 @contextmanager
 def _passing_on(modules: list[nn.Module]) -> Iterator[None]:
-    """Meanwhile `modules` return what they get."""
+    """Make `modules` return their first tensor argument, inside of the context."""
     own = [(module, vars(module).get("forward")) for module in modules]
     for module in modules:
         module.forward = _first
@@ -190,7 +193,7 @@ def _first(*given: Any, **named: Any) -> Any:
 def _styles(
     name: str, modules: Mapping[str, nn.Module], trace: _Trace, heads: tuple[int, int] | None
 ) -> dict[str, str]:
-    """Those of the layers of one module; none where it is neither attention nor MLP."""
+    """The styles of the layers of one module; none where it is neither attention nor MLP."""
     children = {f"{name}.{child}": each for child, each in modules[name].named_children()}
     layers = [each for each in children if any(True for _ in children[each].parameters())]
     called = [each for each in trace.calls[name] if each in layers]
@@ -229,7 +232,8 @@ def _styles(
 
 
 def _packed(reads: set[tuple[int, ...]], width: int, inside: int) -> str:
-    """The style of a layer before an MLP's last one, which has `inside` inputs."""
+    """The style of a layer with `width` outputs before an MLP's last one, which has `inside` inputs; "" if it
+    is not clear."""
     if width == inside:
         return "colwise"
     if width == 2 * inside and reads == {tuple(range(inside)), tuple(range(inside, width))}:
@@ -239,7 +243,9 @@ def _packed(reads: set[tuple[int, ...]], width: int, inside: int) -> str:
 
 
 def _heads(reads: set[tuple[int, ...]], width: int, queries: int, size: int, layers: int) -> str:
-    """The style of a layer of an attention with `queries` places of heads of `size` each."""
+    """The style of one of `layers` layers before an attention's last one, by its `width`; "" if it is not
+    clear.
+    queries: the width of all query heads; size: of one head."""
     if layers > 1:
         return "colwise" if width <= queries and width % size == 0 else ""
     shared, rest = divmod(width - queries, 2)
@@ -261,7 +267,8 @@ def _heads(reads: set[tuple[int, ...]], width: int, queries: int, size: int, lay
 
 
 def _kind(places: tuple[int, ...], starts: list[range], size: int) -> int | None:
-    """Of which kind of heads, each with its beginnings, these places are: the same ones of each head."""
+    """The number of the kind of heads (query, key, value) that `places` belong to; None unless they are the
+    same places of every head of one kind. starts: the first place of each head, for each kind."""
     for kind, heads in enumerate(starts):
         within = {place - heads.start for place in places if 0 <= place - heads.start < size}
         if within and set(places) == {head + place for head in heads for place in within}:

@@ -1,38 +1,34 @@
-"""What the gradient of a tensor is on the ranks of an axis: the whole one on each of them, or this rank's
-part. A function of autograd that communicates over the axis declares which its outputs' gradients have to be,
-and which it makes of them for its inputs."""
+"""The state of a tensor's gradient on the ranks of an axis: whole on each of them, or local to each. An
+autograd function that communicates over the axis declares the states that it needs of its outputs' gradients,
+and the states of the gradients that it returns for its inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntFlag
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class State(IntFlag):
-    """`WHOLE`: the same on every rank, the gradient of the loss. `PART`: of what is divided, this rank's
-    part; of what is not, a summand. Both: a sum of the two, which no communication makes right."""
+    """WHOLE: the gradient of the loss, the same on every rank. LOCAL: of a divided tensor, this rank's slice
+    of the gradient; of any other, this rank's summand of it. Both: a sum of the two, which no communication
+    can correct."""
 
     NONE = 0
     WHOLE = 1
-    PART = 2
+    LOCAL = 2
 
 
-WHOLE, PART = State.WHOLE, State.PART
+WHOLE, LOCAL = State.WHOLE, State.LOCAL
 
 
 class Passes(NamedTuple):
-    """What one output's gradient has to be, and by the position of each input among the tensors what its
-    gradient then is. undoes: a sum that would be of whole gradients is left out."""
+    """The result of an autograd function's static method `passes(ctx, output, state)`, for output number
+    `output`, whose gradient has the state `state`.
+
+    takes: the state that this gradient must have. gives: the state of each input's gradient then, by its
+    position among the tensors. undoes: the function stops summing gradients, which are whole already."""
 
     takes: State
     gives: Mapping[int, State]
     undoes: bool = False
-
-
-class Declared(Protocol):
-    """The class of such a function. `passes(ctx, output, state)`: for output number `output`, to which
-    gradients come that are `state`."""
-
-    @staticmethod
-    def passes(ctx: Any, output: int, state: State) -> Passes: ...

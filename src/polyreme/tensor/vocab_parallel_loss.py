@@ -1,10 +1,10 @@
-"""Logits whose vocabulary is divided over an axis, and their cross-entropy without ever having them whole on
-a rank.
+"""Logits whose vocabulary is divided over an axis, and their cross-entropy, for which no rank needs the whole
+logits.
 
-`VocabParallelLogits` is what a vocabulary-parallel head returns: to the model's own loss, or the user's, it
-looks like the whole logits. Upcasting, scaling, slicing along other dimensions and `cross_entropy` work on
-this rank's part; anything else gets the whole logits, gathered for it (all ranks of the axis run the same
-model code, so all take part). What would write into them raises ModelError.
+A vocabulary-parallel head returns `VocabParallelLogits`, which looks like the whole logits to the model's or
+the user's loss. Upcasting, scaling, slicing along other dimensions and `cross_entropy` work on this rank's
+shard; any other operation gets the whole logits, gathered for it (all ranks of the axis run the same model
+code, so all take part). Operations that write into them raise ModelError.
 
 Communication: two numbers per token all-gathered in forward, none in backward.
 """
@@ -24,18 +24,18 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from polyreme.distributed.mesh import Axis
-from polyreme.errors import ModelError
+from polyreme.errors import VERIFY, ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.tensor import ops
-from polyreme.tensor.states import PART, WHOLE, Passes, State
+from polyreme.tensor.states import LOCAL, WHOLE, Passes, State
 
 ROWS = 1 << 20
-"""Logits that are converted to the dtype of the sum at a time."""
+"""How many logits are converted at a time to the dtype of the sum."""
 
 
 class _CrossEntropy(Function):
-    """logits: (tokens, this rank's part of the vocabulary, which begins at `start`), labels: (tokens,).
-    Losses: (tokens,), zero for ignored labels, in float32 at least."""
+    """The losses (tokens,), in float32 at least, zero for ignored labels, from logits (tokens, this rank's
+    slice of the vocabulary, which begins at `start`) and labels (tokens,)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, start: int, ignored: int) -> Tensor:
@@ -45,15 +45,15 @@ class _CrossEntropy(Function):
         here = (mine >= 0) & (mine < logits.shape[1]) & (labels != ignored)
         mine = mine.masked_fill(~here, 0)
         ctx.axis = axis
-        part = torch.empty(2, len(labels), dtype=wide, device=logits.device)
+        shard = torch.empty(2, len(labels), dtype=wide, device=logits.device)
         for i in range(0, len(labels), rows):
-            torch.logsumexp(logits[i : i + rows].to(wide), 1, out=part[0, i : i + rows])
-        part[1] = logits.gather(1, mine[:, None])[:, 0].to(wide).masked_fill_(~here, 0)
-        parts = part.new_empty(axis.size, 2, len(labels))
-        axis.all_gather(parts.view(-1), part.view(-1)).wait()
-        log_total = torch.logsumexp(parts[:, 0], 0)
+            torch.logsumexp(logits[i : i + rows].to(wide), 1, out=shard[0, i : i + rows])
+        shard[1] = logits.gather(1, mine[:, None])[:, 0].to(wide).masked_fill_(~here, 0)
+        shards = shard.new_empty(axis.size, 2, len(labels))
+        axis.all_gather(shards.view(-1), shard.view(-1)).wait()
+        log_total = torch.logsumexp(shards[:, 0], 0)
         ctx.save_for_backward(logits, mine, here, log_total, labels != ignored)
-        return (log_total - parts[:, 1].sum(0)).masked_fill_(labels == ignored, 0)
+        return (log_total - shards[:, 1].sum(0)).masked_fill_(labels == ignored, 0)
 
     @staticmethod
     @once_differentiable
@@ -71,17 +71,17 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def passes(ctx: Any, output: int, state: State) -> Passes:
-        return Passes(WHOLE, {0: PART})
+        return Passes(WHOLE, {0: LOCAL})
 
 
 def cross_entropy(
     logits: Tensor, labels: Tensor, axis: Axis, cut: Cut, ignore_index: int = -100, reduction: str = "mean"
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits (tokens, part of the vocabulary) that are divided over
-    `axis` as `cut` says.
+    """Compute `torch.nn.functional.cross_entropy` of logits (tokens, this rank's slice of the vocabulary),
+    divided over `axis` by `cut`. All ranks of the axis must call.
 
-    Computed in float32 at least, and exactly in float64; the result has that dtype unless the logits are
-    narrower. A label outside of the vocabulary is refused as `ops.refuse_outside` does."""
+    Computed in float32, or float64 for such logits; the result has the dtype of the logits. A label outside
+    of the vocabulary is refused by `ops.refuse_outside`."""
     vocabulary = cut.shape[cut.dim]
     ops.refuse_outside(
         labels.masked_fill(labels == ignore_index, 0),
@@ -98,32 +98,32 @@ def cross_entropy(
 
 
 class VocabParallelLogits(Tensor):
-    """This rank's part (..., part of the vocabulary) of logits, which gives itself out as the whole (...,
+    """This rank's shard (..., slice of the vocabulary) of logits, which behaves like the whole (...,
     vocabulary)."""
 
     axis: Axis
     cut: Cut
 
     @staticmethod
-    def of(part: Tensor, axis: Axis, cut: Cut) -> VocabParallelLogits:
+    def of(shard: Tensor, axis: Axis, cut: Cut) -> VocabParallelLogits:
         with torch._C.DisableTorchFunctionSubclass():
-            made = part.as_subclass(VocabParallelLogits)
+            made = shard.as_subclass(VocabParallelLogits)
         made.axis, made.cut = axis, cut
         return made
 
     @property
-    def part(self) -> Tensor:
-        """This rank's logits, as they are."""
+    def shard(self) -> Tensor:
+        """This rank's logits, as an ordinary tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     def whole(self) -> Tensor:
-        """Every rank's logits; backward keeps this rank's part of the gradient. All ranks of the axis must
-        call."""
-        part = self.part
-        if missing := self.cut.length - part.shape[-1]:
-            part = F.pad(part, (0, missing))
-        full = ops.gather(self.axis, part, -1)
+        """Gather the logits of all ranks; backward keeps this rank's slice of the gradient. All ranks of the
+        axis must call."""
+        shard = self.shard
+        if missing := self.cut.length - shard.shape[-1]:
+            shard = F.pad(shard, (0, missing))
+        full = ops.gather(self.axis, shard, -1)
         if self.cut.length * self.axis.size == self.vocabulary:
             return full
         held = [
@@ -138,7 +138,7 @@ class VocabParallelLogits(Tensor):
     @property
     def sizes(self) -> torch.Size:
         """The shape of the whole logits."""
-        return torch.Size((*self.part.shape[:-1], self.vocabulary))
+        return torch.Size((*self.shard.shape[:-1], self.vocabulary))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,8 +147,8 @@ class VocabParallelLogits(Tensor):
         others = [
             leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, VocabParallelLogits)
         ]
-        if logits is not None and not others and (local := LOCAL.get(func)):
-            result = local(logits, *args[1:], **kwargs)
+        if logits is not None and not others and (on_shard := ON_SHARD.get(func)):
+            result = on_shard(logits, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
         name = getattr(func, "__name__", "")
@@ -160,7 +160,7 @@ class VocabParallelLogits(Tensor):
             raise ModelError(
                 f"{name} writes into logits whose vocabulary is divided over "
                 "the tensor-parallel ranks: use the operation that returns a "
-                'new tensor, or place the head whole on every rank with "replicate"'
+                f'new tensor, or place the head whole on every rank with "replicate"; {VERIFY}'
             )
         args, kwargs = pytree.tree_map_only(
             VocabParallelLogits, VocabParallelLogits.whole, (tuple(args), dict(kwargs))
@@ -169,21 +169,21 @@ class VocabParallelLogits(Tensor):
 
 
 def _plain(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What is the same of a part as of the whole."""
-    return lambda logits, *args, **kwargs: func(logits.part, *args, **kwargs)
+    """Call the function on the shard: its result is the same as for the whole."""
+    return lambda logits, *args, **kwargs: func(logits.shard, *args, **kwargs)
 
 
 def _same(func: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation on each number by itself, with scalars (or tensors of one number) as its other
-    arguments."""
+    """Apply an elementwise function to the shard; its other arguments must be scalars, or tensors without
+    dimensions."""
 
     def local(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(tensor.dim() for tensor in tensors):
             return NotImplemented
-        # each rank's gradient of such a number is of its part of the logits
+        # each rank's gradient of such a number is of its slice of the logits
         args, kwargs = pytree.tree_map_only(Tensor, partial(_summed, logits.axis), (args, kwargs))
-        result = func(logits.part, *args, **kwargs)
+        result = func(logits.shard, *args, **kwargs)
         return (
             VocabParallelLogits.of(result, logits.axis, logits.cut) if isinstance(result, Tensor) else result
         )
@@ -198,19 +198,19 @@ def _summed(axis: Axis, number: Tensor) -> Tensor:
 
 
 def _index(logits: VocabParallelLogits, index: Any) -> Any:
-    """Slices and single indices along all dimensions but the last."""
+    """Index the shard by slices and integers along all dimensions but the last."""
     given = index if isinstance(index, tuple) else (index,)
     if not all(each is None or each is Ellipsis or isinstance(each, int | slice) for each in given):
         return NotImplemented
     named = sum(each is not None and each is not Ellipsis for each in given)
-    last_is_given = named == logits.part.dim() or (Ellipsis in given and given[-1] is not Ellipsis)
+    last_is_given = named == logits.shard.dim() or (Ellipsis in given and given[-1] is not Ellipsis)
     if (last_is_given and given[-1] != slice(None)) or (given and given[-1] is None):
         return NotImplemented
-    return VocabParallelLogits.of(logits.part[index], logits.axis, logits.cut)
+    return VocabParallelLogits.of(logits.shard[index], logits.axis, logits.cut)
 
 
 def _reshape(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A shape that keeps the vocabulary as its last dimension."""
+    """Reshape the shard, where the vocabulary stays the last dimension."""
 
     def local(logits: VocabParallelLogits, *shape: Any) -> Any:
         if len(shape) == 1 and not isinstance(shape[0], int):
@@ -223,16 +223,16 @@ def _reshape(func: Callable[..., Any]) -> Callable[..., Any]:
         if resolved[-1] != logits.vocabulary or math.prod(resolved) != count:
             return NotImplemented
         return VocabParallelLogits.of(
-            func(logits.part, (*resolved[:-1], logits.part.shape[-1])), logits.axis, logits.cut
+            func(logits.shard, (*resolved[:-1], logits.shard.shape[-1])), logits.axis, logits.cut
         )
 
     return local
 
 
 def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if end_dim % logits.part.dim() == logits.part.dim() - 1:
+    if end_dim % logits.shard.dim() == logits.shard.dim() - 1:
         return NotImplemented
-    return VocabParallelLogits.of(logits.part.flatten(start_dim, end_dim), logits.axis, logits.cut)
+    return VocabParallelLogits.of(logits.shard.flatten(start_dim, end_dim), logits.axis, logits.cut)
 
 
 def _cross_entropy(
@@ -246,17 +246,17 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-    part = logits.part
-    if not plain or part.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    shard = logits.shard
+    if not plain or shard.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
-    return cross_entropy(part, target, logits.axis, logits.cut, ignore_index, reduction)
+    return cross_entropy(shard, target, logits.axis, logits.cut, ignore_index, reduction)
 
 
 def _size(logits: VocabParallelLogits, dim: int | None = None) -> Any:
     return logits.sizes if dim is None else logits.sizes[dim]
 
 
-LOCAL: dict[Any, Callable[..., Any]] = {
+ON_SHARD: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: lambda logits, *_: logits.sizes,  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.numel: lambda logits: logits.sizes.numel(),
@@ -269,57 +269,26 @@ LOCAL: dict[Any, Callable[..., Any]] = {
     **{
         getattr(Tensor, name).__get__: _plain(getattr(Tensor, name).__get__)
         for name in (
-            "dtype",
-            "device",
-            "requires_grad",
-            "grad_fn",
-            "is_leaf",
-            "is_nested",
-            "ndim",
-            "is_cuda",
-            "is_cpu",
-            "is_meta",
-            "layout",
+            "dtype", "device", "requires_grad", "grad_fn", "is_leaf", "is_nested", "ndim", "is_cuda",
+            "is_cpu", "is_meta", "layout",
         )
     },
     **{
         func: _plain(func)
         for func in (
-            Tensor.dim,
-            Tensor.is_floating_point,
-            Tensor.get_device,
-            torch.is_floating_point,
-            Tensor.is_complex,
-            torch.is_complex,
-            Tensor.requires_grad_,
+            Tensor.dim, Tensor.is_floating_point, Tensor.get_device, torch.is_floating_point,
+            Tensor.is_complex, torch.is_complex, Tensor.requires_grad_,
         )
     },
     **{
         func: _same(func)
         for func in (
-            Tensor.float,
-            Tensor.double,
-            Tensor.half,
-            Tensor.bfloat16,
-            Tensor.to,
-            Tensor.type,
-            Tensor.contiguous,
-            Tensor.clone,
-            torch.clone,
-            Tensor.detach,
-            torch.tanh,
-            Tensor.tanh,
-            Tensor.mul,
-            Tensor.__mul__,
-            Tensor.__rmul__,
-            torch.mul,
-            Tensor.div,
-            torch.div,
-            Tensor.__truediv__,
-            Tensor.true_divide,
-            Tensor.cpu,
-            Tensor.cuda,
+            Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type,
+            Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.tanh, Tensor.tanh, Tensor.mul,
+            Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, torch.div, Tensor.__truediv__,
+            Tensor.true_divide, Tensor.cpu, Tensor.cuda,
         )
     },
-}
-"""What does each function on one rank's part. NotImplemented stands for "not with these arguments"."""
+}  # fmt: skip
+"""Implementations of functions on one rank's shard; they return NotImplemented for arguments that need the
+whole logits."""

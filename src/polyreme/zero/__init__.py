@@ -1,1 +1,1 @@
-"""Sharding: parameters, gradients and optimizer states in buckets, of which each rank holds a part."""
+"""Sharding: parameters, gradients and optimizer states in buckets, of which each rank holds a shard."""

@@ -1,10 +1,11 @@
-"""The bucket: one flat buffer that the parameters of a block are views of, beside one for their gradients.
+"""The bucket: a flat buffer whose views are the parameters of a block, and a second buffer for their
+gradients.
 
 Invariants: a parameter's memory is the all-gather's output (nothing is packed or unpacked); padding is always
 zero; the arithmetic on every number is the same at every residency.
 
-Communication over the bucket's axis: `gather`, `publish` and `whole` all-gather; see `bucket_gradients`, too.
-"""
+Communication over the bucket's axis: `gather`, `publish` and `whole` all-gather; `bucket_gradients`
+reduces."""
 
 from __future__ import annotations
 
@@ -29,15 +30,17 @@ from polyreme.zero.bucket_gradients import BucketGradients
 from polyreme.zero.bucket_spec import BucketSpec
 from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.gradient_sums import Accumulation
-from polyreme.zero.parameter import RELEASED, WHOLE, Presence, State, set_apart
+from polyreme.zero.parameter import IN_MEMORY, RELEASED, ParameterState, Presence, set_apart
 from polyreme.zero.released import GATHERED, refuse_transforms
 
 
 @dataclass(frozen=True)
 class BucketMemory:
-    """Where the numbers of a bucket are: `pool`, of the device that computes, lends memory for gradients and
-    shards under way; masters and optimizer states, the shard of the parameters, and reduced gradients may be
-    in stores. transfer: what moves numbers to the CPU that updates, where that is another device."""
+    """The memory of a bucket.
+
+    pool: lends device memory for gradients and for shards that are being gathered. states, shard, gradients:
+    the stores of masters and optimizer states, of the parameter shard and of reduced gradients; None where
+    these are on the device. transfer: moves numbers to the CPU that updates, where that is another device."""
 
     pool: Pool
     states: OffloadedStates | None = None
@@ -46,18 +49,18 @@ class BucketMemory:
     transfer: HostTransfer | None = None
 
 
-Kind = Literal["params", "masters", "states", "gradients"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""What of a bucket may be away from the device between steps (`zero.sleep`)."""
+MemoryKind = Literal["params", "masters", "states", "gradients"]
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+"""Contents of a bucket that may leave the device between steps (`zero.sleep`)."""
 ASLEEP = "{}: away from the device since {}"
 
 
 class Bucket:
-    """The parameters of one block (or a part of one), of one dtype, all trainable or all frozen.
+    """The parameters of one block (or of some of its modules), of one dtype, all trainable or all frozen.
 
-    `parameters[i]` belongs to `layout.slots[i]`. `grad` (reduce dtype) covers `region`, the part of the flat
-    buffer whose optimizer states this rank holds, and so does `master` (master dtype), where it is on the
-    device, or `offloaded_states`."""
+    `parameters[i]` belongs to `layout.slots[i]`. `region` are the elements of the flat buffer whose optimizer
+    states this rank holds. `master` (master dtype) covers it where it is on the device, else
+    `offloaded_states`; so does `gradients.grad` (reduce dtype)."""
 
     def __init__(self, spec: BucketSpec, parameters: Sequence[nn.Parameter], memory: BucketMemory) -> None:
         layout, axis, formats = spec.layout, spec.axis, spec.formats
@@ -71,12 +74,12 @@ class Bucket:
         """The transfer to the CPU that updates this bucket, where that is another device."""
         self._of = f" of {layout.slots[0].name} ..."
         self._state: Literal["full", "fetching", "gathering", "released"] = "full"
-        self._here: Tensor | None = None  # the shard, which came to be gathered
-        self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
-        self._quantized = False  # what the full buffer has is what was sent in a byte each
-        self._summoned: Tensor | None = None  # the parameters' memory while they are in the user's hands
-        self.asleep: dict[Kind, str] = {}
-        """What is away from the device."""
+        self._here: Tensor | None = None  # the shard on the device, while it is gathered
+        self._gathering: Work = DONE  # the last all-gather of parameters, which other ranks may still read
+        self._quantized = False  # True if the full buffer was gathered in one byte a number
+        self._exposed: Tensor | None = None  # memory of the parameters while they are exposed to the user
+        self.asleep: dict[MemoryKind, str] = {}
+        """Kinds of memory that are away from the device, with the call that moved each."""
         self._allocate()
         self.presence = Presence(zip(self.parameters, (slot.name for slot in layout.slots), strict=True))
         sums = spec.accumulation or Accumulation("whole", formats.compute, formats.compute)
@@ -91,12 +94,12 @@ class Bucket:
         )
 
     def _allocate(self) -> None:
-        """Make the parameters views of a flat buffer, and the shard and the master that stay."""
+        """Make the parameters views of a flat buffer, and make the shard and the master that stay."""
         layout, formats, axis, device = self.layout, self.formats, self.axis, self.device
-        if self.sharded:  # the full buffer's memory comes and goes
+        if self.sharded:  # memory of the full buffer is allocated for each gather
             self.full = torch.zeros(layout.size, dtype=formats.compute, device=device)
             self.device_shard: Tensor | None = None
-            """This rank's part of the parameters, where that is in the device's memory."""
+            """This rank's shard of the parameters, where it is in device memory."""
             if not self.is_offloaded:
                 self.device_shard = axis.empty(layout.shard_size, formats.compute, device).zero_()
         else:
@@ -109,13 +112,13 @@ class Bucket:
                 self.master = torch.zeros(size, dtype=formats.master, device=device)
             elif not self.is_offloaded:
                 self.master = self.rounded()
-        # through .data: a view that shares autograd's version counter would make every later gather an error
-        # in backward
+        # through .data: a view that shares autograd's version counter would make backward fail after every
+        # later gather
         self._views = self._cut(self.full.data)
         self._point(self._views)
 
-    def require(self, *kinds: Kind) -> None:
-        """Raise ModelError where any of these is away."""
+    def require(self, *kinds: MemoryKind) -> None:
+        """Raise ModelError where any of these kinds is away from the device."""
         if gone := sorted(self.asleep.keys() & {*kinds}):
             raise ModelError(ASLEEP.format(f"{', '.join(gone)}{self._of}", self.asleep[gone[0]]))
 
@@ -123,31 +126,32 @@ class Bucket:
 
     @property
     def resident(self) -> Tensor:
-        """The master, which is in the device's memory."""
+        """The master in device memory."""
         self.require("masters")
         assert self.master is not None, "the master is in a tier"
         return self.master
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the shard is in host memory or in a file."""
+        """True if the shard is in host memory or in a file."""
         return self._offloaded is not None
 
     @property
     def shard(self) -> Tensor | Stored:
-        """This rank's part of the parameters, between their uses."""
+        """This rank's shard of the parameters between their uses."""
         return self.device_shard if self._offloaded is None else self._offloaded.stored()  # type: ignore[return-value]
 
     def rounded(self, keep: bool = True) -> Tensor:
-        """The part `region` of the parameters, in the compute dtype: where what an update makes of the master
-        goes. In a tier it is open until it is stored; without `keep` it may hold anything then."""
+        """Return the parameters of `region` in the compute dtype, to be set to the rounded master after an
+        update. An offloaded shard stays open until `store`; without `keep` its numbers may be anything
+        then."""
         if self.region != self.own:
             return self.full
         return self.device_shard if self._offloaded is None else self._offloaded.open(keep)  # type: ignore[return-value]
 
     def write(self, slot: Slot, tensor: Tensor) -> None:
-        """Set one parameter to `tensor` (its full shape, any dtype): in the master, the shard, and the full
-        buffer if it is there."""
+        """Set one parameter to `tensor` (its full shape, any dtype): in the master, in the shard, and in the
+        full buffer if that is filled."""
         self.require("params", "masters")
         self.settle()
         flat = tensor.detach().reshape(-1)
@@ -167,9 +171,9 @@ class Bucket:
         if self._offloaded is not None and own:
             self._offloaded.write(own.start - self.own.start, flat[own.since(slot.start)])
 
-    def part(self, start: int, stop: int) -> Tensor:
-        """A copy of the masters of elements [start, stop) of the flat buffer, which are of `region`; of
-        frozen parameters their own numbers. In the masters' dtype, on the device."""
+    def read_masters(self, start: int, stop: int) -> Tensor:
+        """Return a copy of the masters of elements [start, stop) of the flat buffer, all within `region`; for
+        frozen parameters, of the parameters. In the master dtype, on the device."""
         self.require("params", "masters")
         found = torch.zeros(stop - start, dtype=self.formats.master, device=self.device)
         low, high = start - self.region.start, stop - self.region.start
@@ -183,7 +187,7 @@ class Bucket:
 
     @property
     def has_copy(self) -> bool:
-        """Whether the optimizer's copy of the parameters is other memory than theirs."""
+        """True if the optimizer's copy of the parameters is other memory than theirs."""
         return self.trainable and (
             self.offloaded_states is not None
             or self.is_offloaded
@@ -191,7 +195,7 @@ class Bucket:
         )
 
     def set(self, numbers: Tensor) -> None:
-        """Take `numbers` (flat, in the compute dtype, the same on every rank) for the parameters."""
+        """Set the parameters to `numbers` (flat, in the compute dtype, the same on every rank)."""
         self.require("params")
         if self._offloaded is not None:
             self._offloaded.open(keep=False).copy_(numbers[self.own])
@@ -202,41 +206,39 @@ class Bucket:
         elif numbers is not self.full:
             self.full.copy_(numbers)
 
-    def summon(self) -> Tensor:
-        """Give the parameters whole memory of their own, until `reclaim`: what shares it stays good for ever.
-        Returns it, flat."""
-        if self._summoned is not None:
+    def expose_whole(self) -> Tensor:
+        """Give the parameters whole memory of their own until `restore_views`, and return it, flat. Views of
+        it that a script keeps stay valid afterwards."""
+        if self._exposed is not None:
             raise ModelError(
                 "engine.full_parameters() inside of another one: the parameters are whole there already"
             )
         self.ensure(exactly=True)
-        with torch.inference_mode(False):  # what is summoned inside of it may be kept
-            self._summoned = self.full.clone()
+        with torch.inference_mode(False):  # exposed memory may be kept beyond inference mode
+            self._exposed = self.full.clone()
         self.release()
-        self.presence.become(WHOLE, self.parameters)
-        self._point(self._cut(self._summoned))
-        return self._summoned
+        self.presence.become(IN_MEMORY, self.parameters)
+        self._point(self._cut(self._exposed))
+        return self._exposed
 
     @property
-    def is_summoned(self) -> bool:
-        """Whether the parameters are in the user's hands."""
-        return self._summoned is not None
+    def is_exposed(self) -> bool:
+        """True if the parameters have whole memory of their own, for the user."""
+        return self._exposed is not None
 
-    def reclaim(self) -> Tensor:
-        """Let the parameters be views of the full buffer again, after `summon`, or after they were given
-        memory of their own. Returns what they were, flat, in the summoned memory or else in that buffer;
-        those of another shape stay as given. Raises ModelError for another dtype."""
+    def restore_views(self) -> Tensor:
+        """Make the parameters views of the full buffer again, after `expose_whole` or after a script gave
+        them memory of their own. Returns their numbers, flat. A parameter of another shape stays as the
+        script set it. Raises ModelError for another dtype."""
         numbers, views = (
-            (self.full, self._views)
-            if self._summoned is None
-            else (self._summoned, self._cut(self._summoned))
+            (self.full, self._views) if self._exposed is None else (self._exposed, self._cut(self._exposed))
         )
-        self._summoned, problem, apart = None, "", []
+        self._exposed, problem, apart = None, "", []
         for slot, parameter, view, own_view in zip(
             self.layout.slots, self.parameters, views, self._views, strict=True
         ):
             data = parameter.data
-            if data.shape != view.shape:  # it is another one now, which `Roster` tells of
+            if data.shape != view.shape:  # the parameter was replaced, as `ModelSnapshot` will report
                 apart.append(parameter)
                 continue
             if data.dtype != view.dtype:
@@ -263,12 +265,12 @@ class Bucket:
             parameter.data = view
 
     def gather(self, exactly: bool = False) -> None:
-        """Begin to fill the full buffer from the ranks' shards, unless it is filled already, or the
-        parameters are whole elsewhere. `exactly`: though they are sent in a byte each for forwards."""
+        """Begin to fill the full buffer from the ranks' shards, unless it is filled or the parameters are
+        exposed. `exactly`: in full precision, where forwards gather one byte a number."""
         self.require("params")
         if exactly and self._quantized:
             self.release()
-        if self._state == "released" and self._summoned is None:
+        if self._state == "released" and self._exposed is None:
             refuse_transforms(self._of.removeprefix(" of "))
             self._state = "fetching"
             self._quantized = self.formats.quantized and self.axis.size > 1 and not exactly
@@ -278,7 +280,7 @@ class Bucket:
                 self._begin()
 
     def _begin(self) -> None:
-        """The shard is here, or near: give it to the others, and get theirs."""
+        """Begin the all-gather, once this rank's shard is on the device or in host memory."""
         self.full.untyped_storage().resize_(self.full.nbytes)
         if self._offloaded is None:
             assert self.device_shard is not None
@@ -299,11 +301,11 @@ class Bucket:
 
     @property
     def released(self) -> bool:
-        """Whether the full buffer is empty: reading a parameter would read freed memory."""
+        """True if the full buffer is empty, so that reading a parameter would read freed memory."""
         return self._state == "released"
 
     def ensure(self, exactly: bool = False) -> None:
-        """Return when the full buffer is filled."""
+        """Wait until the full buffer is filled."""
         self.gather(exactly)
         if self._state == "fetching":
             self._begin()
@@ -313,10 +315,10 @@ class Bucket:
             self._state = "full"
             self.presence.become(GATHERED, self.parameters)
 
-    def note(self, state: State) -> None:
-        """Note that the forward of the bucket's block begins, or has ended: its parameters, if they are here
-        for a time, are in this state."""
-        if self.sharded and self._state == "full" and self._summoned is None:
+    def note(self, state: ParameterState) -> None:
+        """Set the state of the parameters where a forward of their block begins or ends, if they are gathered
+        for it."""
+        if self.sharded and self._state == "full" and self._exposed is None:
             self.presence.become(state, self.parameters)
 
     def _give_back(self) -> None:
@@ -325,13 +327,13 @@ class Bucket:
         self._here = None
 
     def release(self) -> None:
-        """Free the full buffer where parameters are sharded. Tensors that autograd saved keep pointing to it,
+        """Free the full buffer where parameters are sharded. Tensors that autograd saved still point to it,
         empty."""
         if self._state == "fetching" and self._offloaded is not None:
             self._offloaded.leave()
             self._state = "released"
         elif self.sharded and self._state != "released":
-            if not self._gathering.join():  # which others cannot read any more
+            if not self._gathering.join():  # other ranks cannot read it any more
                 self._here = None
             self._give_back()
             self.presence.become(RELEASED, self.parameters)
@@ -339,12 +341,12 @@ class Bucket:
             self._state = "released"
 
     def round(self) -> None:
-        """Give the parameters what the resident master has, in their dtype."""
+        """Set the parameters to the resident master, in their dtype."""
         if (target := self.rounded(keep=False)).data_ptr() != self.resident.data_ptr():
             target.copy_(self.resident)
 
     def publish(self) -> Work:
-        """Begin to give the others this rank's part of the parameters, which has changed."""
+        """Begin to send this rank's updated parameters to the other ranks."""
         self.store()
         if self.sharded or self.residency.states == "full":
             self.release()
@@ -354,23 +356,25 @@ class Bucket:
         return self._gathering
 
     def store(self) -> None:
-        """Keep what was written to `rounded`, which other ranks do not get."""
+        """Keep the numbers that were written to `rounded`, without sending them to other ranks."""
         if self._offloaded is not None:
             self._offloaded.store()
 
     def settle(self) -> None:
-        """Return when this rank may write to its parameters: no other is still reading them."""
+        """Wait until this rank may write to its parameters, as no other rank still reads them."""
         self._gathering.join(settled=True)
 
     def whole(self, master: bool = False) -> Tensor:
-        """A full buffer of current values, in the compute dtype or the master's; valid until the bucket's
-        next gather or update."""
+        """Return a full buffer of current values, in the compute dtype or the master's; valid until the
+        bucket's next gather or update."""
         self.require("params", *(("masters",) if master else ()))
         if not master and self._state == "full" and not self._quantized:
             return self.full
         if master and (self.master is not None or self.offloaded_states is not None):
             source = (
-                self.master if self.master is not None else self.part(self.region.start, self.region.stop)
+                self.master
+                if self.master is not None
+                else self.read_masters(self.region.start, self.region.stop)
             )
         elif self._offloaded is not None:
             self._offloaded.fetch()

@@ -1,12 +1,10 @@
-"""The gradients of one bucket: a flat buffer that those of its parameters go to as autograd makes them, its
-reduction over the bucket's axis, and where the reduced ones go from there.
+"""The gradients of one bucket: a flat buffer that takes them as autograd makes them, its reduction over the
+bucket's axis, and the place where reduced gradients go.
 
 Invariants: a gradient's memory is the reduce-scatter's input (nothing is packed or unpacked); padding is
 always zero.
 
-Communication over the bucket's axis: `reduce` reduce-scatters, `gather` all-gathers (stage 0), as does
-`whole`.
-"""
+Communication over the bucket's axis: `reduce` reduce-scatters; `gather` (stage 0) and `whole` all-gather."""
 
 from __future__ import annotations
 
@@ -21,39 +19,37 @@ from polyreme.layout.bucket_layout import ALIGN, BucketLayout, Slot
 from polyreme.layout.intervals import Interval, ceil_div, overlap
 from polyreme.offload.gradients import OffloadedGradients
 from polyreme.zero.buffer_pool import Pool
-from polyreme.zero.gradient_sums import GradientSum, Reduced, Stored
+from polyreme.zero.gradient_sums import GradientSum, ReducedSum, StoredSum
 from polyreme.zero.parameter import OWN_GRAD
 
 
 def squares_by_row(flat: Tensor) -> Tensor:
-    """Sums of squares of each ALIGN elements of a flat tensor: float64, not finite if any element is not."""
-    # 64 elements of fp16 can overflow where each fits
+    """Return the sum of squares of every ALIGN elements of a flat tensor, in float64; not finite where an
+    element is not."""
+    # in fp16 a sum over 64 elements can overflow where each fits
     dtype = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32
     return torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=dtype).double().square_()
 
 
-def squared_norm(flat: Tensor) -> Tensor:
-    """Sum of squares of a flat tensor whose size is a multiple of ALIGN: a float64 scalar, not finite if any
-    element is not."""
-    return squares_by_row(flat).sum()
-
-
 def _add(total: Tensor, gradient: Tensor) -> None:
-    """Add a micro-batch's gradient. One by rows, which may come several times, is summed by itself first, as
-    it is wherever gradients are added up, so that these places make no difference."""
+    """Add a micro-batch's gradient to `total`. A row-sparse gradient, whose rows may repeat, is summed by row
+    first, as it is wherever gradients are added up, so that the place of the sum makes no difference."""
     if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
         total.add_((gradient if gradient.layout == torch.strided else gradient.to_dense()).to(total.dtype))
         return
-    rows, values = gradient._indices()[0], gradient._values()  # it is not coalesced
-    found, places = torch.unique(rows, return_inverse=True)
+    rows, values = gradient._indices()[0], gradient._values()  # not coalesced
+    # without numbers each row is taken to be another one
+    found, places = (rows, rows) if rows.is_meta else torch.unique(rows, return_inverse=True)
     sums = values.new_zeros(len(found), *values.shape[1:])
     sums.add_(torch.sparse_coo_tensor(places[None], values, sums.shape, check_invariants=False))
     total.index_add_(0, found, sums.to(total.dtype))
 
 
 class BucketGradients:
-    """`grad` (reduce dtype) covers `region`, the part of the flat buffer whose optimizer states this rank
-    holds; `own` is this rank's shard of it."""
+    """Gradients of one bucket.
+
+    `grad` (reduce dtype) covers `region`, the elements of the flat buffer whose optimizer states this rank
+    holds; `own_shard` is this rank's shard of it."""
 
     def __init__(
         self,
@@ -65,45 +61,46 @@ class BucketGradients:
         pool: Pool,
         counted: bool | Tensor = True,
     ) -> None:
-        """`counted`: which of this rank's numbers are in a sum over all ranks of the model: all, none, or (a
-        mask over its shard) those that no other rank holds."""
+        """`counted`: which numbers of this rank enter a sum over all ranks of the model: all, none, or, by a
+        mask over its shard, those that no other rank holds."""
         self._layout, self._parameters, self._axis, self._region = layout, parameters, axis, region
         self._pool, self._device, self._counted = pool, pool.device, counted
         self._own, self._size = slice(*layout.shard(axis.rank)), region.stop - region.start
         self._of = f" of {layout.slots[0].name} ..."
         self.sums = sums
-        """How those of a step's micro-batches are summed."""
+        """The way in which the gradients of a step's micro-batches are summed."""
         self.grad: Tensor | None = None
-        self._away: OffloadedGradients | None = None  # where reduced gradients are that have left the device
-        # of those: their sum, or those by row, which are counted where they went
+        # the store of reduced gradients that have left the device
+        self._away: OffloadedGradients | None = None
+        # the sum of their squares, or sums by row, which are computed in the store
         self._squares: Tensor | None = None
         self._local: Tensor | None = None
         self._reducing: Work = DONE
-        self._reduced = False  # grad holds a sum to which the next reduction is added
+        self._reduced = False  # True if grad holds a sum to which the next reduction is added
         self._arrived: set[int] = set()  # since the last reduction
-        self._in_place: set[int] = set()  # of those, to whose place in the buffer autograd adds itself
+        self._in_place: set[int] = set()  # those whose next gradients autograd adds to the buffer itself
         self.ever_arrived: set[int] = set()
         """Indices of the parameters that got a gradient on this rank in this step."""
 
     def take(self, index: int, more: bool = False, factor: float | None = None) -> bool:
-        """Move parameter `index`'s complete gradient, times `factor`, into the flat gradient buffer, or add
-        it to what is there. With `more`, autograd adds the next ones of this reduction itself, where that
-        takes no conversion: whether it does."""
+        """Move parameter `index`'s complete gradient, times `factor`, into the flat buffer, or add it to what
+        is there. With `more`, autograd may add the next gradients of this reduction to the buffer itself,
+        where dtypes allow. Returns whether it does."""
         parameter, slot = self._parameters[index], self._layout.slots[index]
         gradient: Tensor | None = OWN_GRAD.__get__(parameter)
         OWN_GRAD.__set__(parameter, None)
         if gradient is None:
             return False
-        if factor is not None:  # factor 0 is that of a loss of nothing, which is 0 / 0
+        if factor is not None:  # factor 0 is for a loss without labels, whose gradient is 0 / 0
             gradient = gradient * factor if factor else torch.zeros_like(gradient)
         if gradient.layout != torch.strided and gradient.dtype != self.sums.local:
-            gradient = gradient.to_dense()  # summed in its own format
+            gradient = gradient.to_dense()  # summed in its own dtype
         if self._local is None:
             self._local = self._pool.take(self._layout.size, self.sums.local)
             for start, stop in self._layout.gaps():
                 self._local[start:stop].zero_()
         view = self._local[slot.start : slot.stop].view(slot.shape)
-        if index in self._in_place:  # the gradient is the sum, and nearly always this view
+        if index in self._in_place:  # the gradient is the sum already, and nearly always this view
             if gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient)
         elif index in self._arrived:
@@ -123,13 +120,14 @@ class BucketGradients:
         return False
 
     def sum_of(self, index: int) -> Tensor | None:
-        """What parameter `index`'s gradients since the last reduction add up to, in the flat buffer; None
-        before the first, and where that has another dtype than the parameter, or autograd adds to it."""
+        """Return the sum of parameter `index`'s gradients since the last reduction, in the flat buffer. None
+        before the first, where the buffer has another dtype than the parameter, and where autograd adds to
+        it."""
         found = None if index in self._in_place else self.so_far(index)
         return found if found is not None and found.dtype == self._parameters[index].dtype else None
 
     def so_far(self, index: int) -> Tensor | None:
-        """What parameter `index`'s gradients since the last reduction add up to; None before the first."""
+        """Return the sum of parameter `index`'s gradients since the last reduction; None before the first."""
         if self._local is None or index not in self._arrived:
             return None
         slot = self._layout.slots[index]
@@ -142,12 +140,12 @@ class BucketGradients:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of the memory, between steps: the next backward takes what it needs."""
+        """Free the buffers between steps. The next backward takes new ones."""
         self._local = self.grad = None
 
     def keep_adding(self, sums: GradientSum) -> None:
-        """Have further gradients of the step added, in this way, to those that are reduced."""
-        if isinstance(sums, Stored):  # where they are
+        """Add further gradients of the step, in this way, to those already reduced."""
+        if isinstance(sums, StoredSum):  # already stored
             return
         if self._away is not None or self.sums.in_place or self.sums.reduce != sums.reduce:
             copy = self._axis.empty(self._size, sums.reduce, self._device)
@@ -163,7 +161,7 @@ class BucketGradients:
             before.release()
 
     def reduce(self) -> None:
-        """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a
+        """Begin to sum the gradients over the axis into this rank's shard of `grad`. Parameters without a
         gradient count as zero."""
         self.take_back()
         if self._local is None:
@@ -174,17 +172,17 @@ class BucketGradients:
         if self.grad is None:
             if self.sums.in_place:
                 self.grad = self._local[self._region]
-            elif self.sums.store is not None:  # to which they go, so that the memory comes back
+            elif self.sums.store is not None:  # from the pool, as it is moved to the store
                 self.grad = self._pool.take(self._size, self.sums.reduce)
             else:
                 self.grad = self._axis.empty(self._size, self.sums.reduce, self._device)
         self._reducing = self._axis.reduce_scatter(
             self.own_shard, self._local, accumulate=self._reduced, of=self._of
         )
-        self._reduced = isinstance(self.sums, Reduced)
+        self._reduced = isinstance(self.sums, ReducedSum)
 
     def take_back(self) -> None:
-        """Let autograd make gradients of its own again, not add to those that are here."""
+        """Make autograd allocate new gradients, and add to none in the buffer."""
         while self._in_place:
             index = self._in_place.pop()
             parameter, slot = self._parameters[index], self._layout.slots[index]
@@ -196,24 +194,23 @@ class BucketGradients:
             OWN_GRAD.__set__(parameter, None)
 
     def finish_reduce(self, last: bool = False) -> None:
-        """Return when the reduction that `reduce` began is complete. `last`: no other one follows in this
-        step, so that the gradients can go to where they are used."""
+        """Wait for the reduction that `reduce` began. `last`: no other one follows in this step, so that the
+        gradients can move to where they are used."""
         self._reducing.wait()
         self._arrived.clear()
         gone, store = True, self.sums.store
         if store is not None and self.grad is not None and (last or self.sums.leaves):
             gone = self._leave(store, last)
         if self._local is not None and self.sums.frees:
-            if gone or not self.sums.in_place:  # else it is what has just begun to leave
+            if gone or not self.sums.in_place:  # otherwise it has just begun to leave
                 self._pool.give(self._local, self._reducing)
             self._local = None
 
     def _leave(self, store: OffloadedGradients, last: bool) -> bool:
-        """Begin to move the reduced gradients to where they are added up or updated from. Returns whether
-        they have left already."""
+        """Begin to move the reduced gradients to their store. Returns whether they have left already."""
         assert self.grad is not None
         if self._region != self._own:
-            self._reducing = self.gather()  # which others end reading after the reduction
+            self._reducing = self.gather()  # other ranks read the reduction until then
             self._reducing.wait()
         if not store.adds:
             self._squares = self.squares()
@@ -226,26 +223,26 @@ class BucketGradients:
         return gone
 
     def _return(self) -> None:
-        """Forget those that have left the device."""
+        """Forget the gradients that were moved to the store."""
         if self._away is not None:
             self._away.clear()
         self._away = self._squares = None
 
     def _count(self, start: int, gradient: Tensor) -> None:
-        """Note the squares of what counts of the sums of gradients, from element `start` of the region on. In
-        any thread."""
+        """Record the squares of the counted gradients in `gradient`, a range of the sum that begins at
+        element `start` of the region. Runs in any thread."""
         begin = start + self._region.start
         inside = overlap(Interval(begin, begin + gradient.numel()), self._own)
         if not inside or self._counted is False:
             return
         assert self._squares is not None
-        part = gradient[inside.since(begin)]
+        own = gradient[inside.since(begin)]
         if self._counted is not True:
-            part = part * self._counted[inside.since(self._own.start)].to(part.device)
-        if rest := -part.numel() % ALIGN:  # padding, which is zero, is behind it
-            part = torch.nn.functional.pad(part, (0, rest))
+            own = own * self._counted[inside.since(self._own.start)].to(own.device)
+        if rest := -own.numel() % ALIGN:  # pads with zeros up to a whole row
+            own = torch.nn.functional.pad(own, (0, rest))
         at = (inside.start - self._own.start) // ALIGN
-        self._squares[at : at + part.numel() // ALIGN] = squares_by_row(part)
+        self._squares[at : at + own.numel() // ALIGN] = squares_by_row(own)
 
     @property
     def own_shard(self) -> Tensor:
@@ -255,8 +252,8 @@ class BucketGradients:
         return self.grad[self._own] if self._region != self._own else self.grad
 
     def numbers(self) -> Tensor:
-        """The reduced gradients of `region`, on the device or, where they went there, on the CPU; a copy of
-        those in files."""
+        """Return the reduced gradients of `region`: on the device, or on the CPU where they were moved; from
+        files, a copy."""
         if (away := self._away) is not None:
             return away.whole() if self.extents is None else away.read(0, self._size)
         if self.grad is None:
@@ -265,24 +262,24 @@ class BucketGradients:
 
     @property
     def extents(self) -> Sequence[int] | None:
-        """The extents of files that the reduced gradients are in, one for each of `offloaded_states`; None
-        where they are not in files."""
+        """File extents that hold the reduced gradients, one for each of `offloaded_states`; None where these
+        are not in files."""
         store = self.sums.store
         return None if store is None or store.store.in_memory else store.extents
 
     def squares(self) -> Tensor:
-        """The sum of squares of what counts in this rank's shard of the reduced gradients: a float64
-        scalar."""
+        """Return the sum of squares of the counted numbers in this rank's shard of the reduced gradients, a
+        float64 scalar."""
         if self._squares is not None:
             if self._squares.dim() and self._away is not None:
                 self._away.settle()
             return self._squares.sum().to(self._device)
         if self._counted is False:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return squared_norm(self._counted_shard()).to(self._device)
+        return squares_by_row(self._counted_shard()).sum().to(self._device)
 
     def squares_by_slot(self) -> Tensor:
-        """The sum of squares of what counts in this rank's shard of the reduced gradients, by parameter:
+        """Return the sum of squares of the counted numbers in this rank's shard, for each parameter:
         float64."""
         found = torch.zeros(len(self._layout.slots), dtype=torch.float64, device=self._device)
         if self._counted is False:
@@ -296,31 +293,31 @@ class BucketGradients:
         return found
 
     def _counted_shard(self) -> Tensor:
-        """This rank's shard of the reduced gradients, wherever they are, with zero for what does not
-        count."""
-        shard = self.part(self._own.start, self._own.stop)
+        """Return this rank's shard of the reduced gradients, wherever they are, with zeros for numbers that
+        do not count."""
+        shard = self.read(self._own.start, self._own.stop)
         return shard if isinstance(self._counted, bool) else shard * self._counted.to(shard.device)
 
     def whole(self) -> Tensor:
-        """The reduced gradients of all ranks, in the reduce dtype."""
+        """Return the reduced gradients of all ranks, in the reduce dtype."""
         return self._axis.gathered(self.numbers().to(self._device), self._layout.size)
 
     def scale(self, slot: Slot, factor: float) -> None:
         """Multiply one parameter's reduced gradient."""
         if inside := overlap(slot, self._region):
-            self._set(inside, self.part(*inside) * factor)
+            self._set(inside, self.read(*inside) * factor)
         self._squares = None
 
-    def part(self, start: int, stop: int) -> Tensor:
-        """The reduced gradients of elements [start, stop) of the flat buffer, which are of `region`: those
-        themselves, or a copy of what is off the device."""
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return the reduced gradients of elements [start, stop) of the flat buffer, all within `region`: a
+        view, or a copy where they are off the device."""
         low, high = start - self._region.start, stop - self._region.start
         if self._away is not None:
             return self._away.read(low, high)
         return self.numbers()[low:high]
 
     def write(self, index: int, flat: Tensor) -> None:
-        """Set the reduced gradient of parameter `index` to what of `flat`, all of it, is in `region`."""
+        """Set this rank's elements of parameter `index`'s reduced gradient; `flat` is the whole gradient."""
         slot = self._layout.slots[index]
         if inside := overlap(slot, self._region):
             self._set(inside, flat[inside.since(slot.start)])
@@ -331,10 +328,10 @@ class BucketGradients:
         if self._away is not None:
             self._away.write(inside.start - self._region.start, numbers)
         else:
-            self.part(*inside).copy_(numbers)
+            self.read(*inside).copy_(numbers)
 
     def gather(self) -> Work:
-        """Where states are full (stage 0): begin to give every rank the whole reduced gradient."""
+        """Begin to give every rank the whole reduced gradient, where states are full (stage 0)."""
         if self._region == self._own or self.grad is None:
             return DONE
         return self._axis.all_gather(self.grad, self.own_shard)
@@ -342,7 +339,7 @@ class BucketGradients:
     def clear(self) -> None:
         """Forget all gradients, reduced or not."""
         self.take_back()
-        complete = self._reducing.join(settled=True)  # what has failed is over, too
+        complete = self._reducing.join(settled=True)  # even of a failed reduction
         self._arrived.clear()
         if self.sums.leaves:
             self.grad = None
@@ -358,10 +355,10 @@ class BucketGradients:
 
     @property
     def unreduced(self) -> int:
-        """Bytes of gradients before they are reduced, where those stay."""
+        """Bytes of the buffer for unreduced gradients, where it stays between backwards."""
         return 0 if self.sums.comes else self._layout.size * self.sums.local.itemsize
 
     @property
     def live(self) -> list[Tensor]:
-        """The tensors that hold gradients now."""
+        """Tensors that hold gradients now."""
         return [tensor for tensor in (self._local, self.grad) if tensor is not None]

@@ -1,7 +1,7 @@
-"""What a bucket is, before it has memory.
+"""The description of a bucket before it has memory.
 
-Invariant: a spec is never changed, and ranks of the axis have equal ones but for what `counted` says.
-Communication: none."""
+Invariant: a spec never changes, and the ranks of the axis have equal ones but for `counted`. Communication:
+none."""
 
 from __future__ import annotations
 
@@ -15,26 +15,35 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 from polyreme.layout.bucket_layout import BucketLayout
 from polyreme.layout.region import StridedRange
-from polyreme.zero.formats import Formats
 from polyreme.zero.gradient_sums import Accumulation
 from polyreme.zero.residency import Residency
 
 Offloaded = Literal["states", "params", "gradients"]
-"""What of a bucket is in a store: masters and optimizer states, the shard of the parameters, reduced
+"""Contents of a bucket that are in a store: masters and optimizer states, the parameter shard, reduced
 gradients."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Number formats of a bucket: of parameters in the model, and of the optimizer's copy."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    quantized: bool = False
+    """True if forwards and backwards gather parameters in one byte a number instead of exactly."""
 
 
 @dataclass(frozen=True, eq=False)
 class BucketSpec:
     """The parameters of one bucket: of one dtype, all trainable or all frozen.
 
-    names: all names of each of them, in the order of `layout`, whose slots have the first ones. axis: the
+    names: all names of each parameter, in the order of `layout`, whose slots have the first ones. axis: the
     ranks that hold replicas of them, over which they are sharded and their gradients are summed.
-    accumulation: how micro-batches of a step are added up; None where nothing is trained. stages: those of
-    the pipeline that use the bucket; tie: the ranks of the pipeline that have a copy of it, if others do.
-    counted: which of this rank's numbers count in a sum over all ranks of the model: all, none, or (each in
-    what begins at an element of the flat buffer) those that no other rank holds. at: where its first
-    parameter comes in the order of registration."""
+    accumulation: how micro-batches of a step are summed; None where nothing is trained. stages: the pipeline
+    stages that use the bucket. tie: the pipeline ranks that have a copy of it, if others do. counted: which
+    numbers of this rank enter a sum over all ranks of the model: all, none, or those that no other rank
+    holds, as ranges that begin at an element of the flat buffer. at: the position of its first parameter in
+    the order of registration."""
 
     layout: BucketLayout
     names: Sequence[Sequence[str]]
@@ -50,7 +59,7 @@ class BucketSpec:
 
     @property
     def trainable(self) -> bool:
-        """Whether an optimizer updates it."""
+        """True if an optimizer updates the bucket."""
         return self.accumulation is not None
 
     @property
@@ -60,13 +69,13 @@ class BucketSpec:
 
     @property
     def region(self) -> slice:
-        """The part of the flat buffer whose optimizer states this rank holds: everything at stage 0, its
-        shard otherwise."""
+        """The elements of the flat buffer whose optimizer states this rank holds: all at stage 0, its shard
+        otherwise."""
         return slice(0, self.layout.size) if self.residency.states == "full" else self.own
 
     def mask(self, device: torch.device) -> bool | Tensor:
-        """`counted` of this rank's shard: of some of its numbers a flat tensor of ones and zeros, of the
-        reduce dtype."""
+        """Return `counted` for this rank's shard: a bool, or a flat tensor of ones and zeros in the reduce
+        dtype."""
         if isinstance(self.counted, bool) or self.accumulation is None:
             return self.counted is True
         mask = torch.zeros(self.layout.size, dtype=self.accumulation.reduce)

@@ -1,4 +1,4 @@
-"""Buffers of gradients that are used again. Communication: none."""
+"""Reused gradient buffers. Communication: none."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 from polyreme.files.memory_pool import MemoryPool
 
-Buffers = Counter[tuple[int, torch.dtype]]
-"""How many flat buffers there are, by elements and dtype."""
+BufferCounts = Counter[tuple[int, torch.dtype]]
+"""Numbers of flat buffers, by elements and dtype."""
 
 
 class Pool(MemoryPool):
-    """Flat buffers of gradients that are used again. They are given to `axis` to reduce, and free when that
-    Work has settled. On a GPU the allocator does the same, for all sizes at once."""
+    """Flat gradient buffers that are reused.
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        super().__init__(keep=2 if device.type == "cpu" else 0)
+    They are handed to `axis` for a reduction, and are free when its Work has settled. Kept on CPUs only: on a
+    GPU the allocator reuses memory of any size."""
+
+    def __init__(self, axis: Axis, device: torch.device, computes_on: str) -> None:
+        """computes_on: the type of `device`, or of the one that it stands for in a simulated run."""
+        super().__init__(keep=2 if computes_on == "cpu" else 0)
         self.device, self._empty = device, partial(axis.empty, device=device)
 
     def take(self, size: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised flat tensor."""
+        """Return an uninitialised flat tensor."""
         buffer, last = self.lend(size, dtype, self._empty)
         if last is not None:
             last.settle()

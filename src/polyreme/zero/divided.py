@@ -1,11 +1,10 @@
 """Parameters that are divided among the ranks while a model is built, before an engine has it.
 
-Invariant: from the end of the `__init__` of its module on, a rank keeps of a parameter one of equal parts;
-its state is a `Share` and it holds nothing. Its numbers are those that a plain build would have left on
-rank 0, or on the rank that wrote them last.
-Communication, between CPUs and over all ranks, which build the same: a broadcast of each parameter that is
-divided, an all-gather of each that is asked for.
-"""
+Invariant: from the end of its module's `__init__` on, a parameter is empty and its state is a `Share`: an
+equal shard on each rank. The numbers are those that a plain build would have left on rank 0, or on the rank
+that wrote them last.
+Communication over all ranks, which build the same, between CPUs: a broadcast of each parameter that is
+divided, an all-gather of each that is read."""
 
 from __future__ import annotations
 
@@ -20,58 +19,58 @@ from torch import Tensor, nn
 from polyreme.distributed.mesh import Axis, everyone
 from polyreme.errors import ModelError
 from polyreme.layout.intervals import ceil_div
-from polyreme.zero.parameter import Call, State, record_of, set_apart, state_of
+from polyreme.zero.parameter import ParameterState, TorchCall, record_of, set_apart, state_of
 from polyreme.zero.released import view_of
 
-Noted = Callable[[nn.Parameter], object]
-"""What is called with each parameter that was divided."""
+OnDivided = Callable[[nn.Parameter], object]
+"""A callback for each parameter that was divided."""
 _MOVES = {"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "contiguous"}
 
 
-class Share(State):
-    """What this rank has of a parameter that is divided: `part`, flat, on the CPU, with zeros behind the
-    parameter's end. While its model is built, what asks for the numbers gets them; afterwards that is a
-    ModelError."""
+class Share(ParameterState):
+    """This rank's shard of a divided parameter: `shard`, flat, on the CPU, zero beyond the parameter's end.
+
+    While the model is built, code that reads the numbers gets them; afterwards that is a ModelError."""
 
     def __init__(self, numbers: Tensor, axis: Axis, source: int, way: str) -> None:
-        """Takes rank `source`'s numbers. way: how to get at them, as an error says."""
+        """Take rank `source`'s numbers. way: how to get at them, for an error."""
         self.axis, self.shape, self.device, self._way = axis, numbers.shape, numbers.device, way
         size = ceil_div(numbers.numel(), axis.size)
-        self.part = torch.zeros(size, dtype=numbers.dtype)
+        self.shard = torch.zeros(size, dtype=numbers.dtype)
         self.take(numbers, source)
 
     def take(self, numbers: Tensor, source: int) -> None:
-        """Let the part be that of rank `source`'s numbers."""
+        """Set the shard to this rank's range of rank `source`'s numbers."""
         whole = numbers.detach().to("cpu").contiguous()
         self.axis.broadcast(whole, source)
         mine = self._mine(whole)
-        self.part[: mine.numel()] = mine
+        self.shard[: mine.numel()] = mine
 
     def whole(self) -> Tensor:
-        """The numbers, in memory of their own."""
-        found = self.axis.gathered(self.part)
+        """Return the whole parameter, in new memory."""
+        found = self.axis.gathered(self.shard)
         return found[: self.shape.numel()].view(self.shape).to(self.device)
 
     def taken_whole(self) -> Tensor:
-        """The numbers, after which the part is let go. All ranks must call."""
+        """Return the whole parameter, and free the shard. All ranks must call."""
         numbers = self.whole()
-        self.part.untyped_storage().resize_(0)
+        self.shard.untyped_storage().resize_(0)
         return numbers
 
     def differs(self, numbers: Tensor) -> bool:
-        """Whether this rank's part of `numbers` is another one."""
+        """Return whether the shard differs from this rank's range of `numbers`."""
         mine = self._mine(numbers.detach().to("cpu")).contiguous()
-        return not torch.equal(mine.view(torch.uint8), self.part[: mine.numel()].view(torch.uint8))
+        return not torch.equal(mine.view(torch.uint8), self.shard[: mine.numel()].view(torch.uint8))
 
     def _mine(self, whole: Tensor) -> Tensor:
-        start = self.axis.rank * self.part.numel()
-        return whole.reshape(-1)[start : start + self.part.numel()]
+        start = self.axis.rank * self.shard.numel()
+        return whole.reshape(-1)[start : start + self.shard.numel()]
 
-    def before(self, parameter: Tensor, name: str, call: Call, asked: Sequence[Any]) -> Any:
+    def before(self, parameter: Tensor, name: str, call: TorchCall, asked: Sequence[Any]) -> Any:
         if name in _MOVES and _keeps_dtype(*call):
             return call[1][0]
         if name == "data" and len(call[1]) > 1 and parameter is call[1][1]:
-            return None  # what `Module.to` gives back
+            return None  # `Module.to` sets the parameter to itself
         if _Building.current is not None:
             _Building.current.open(asked)
         elif name == "detach" or (name == "data" and len(call[1]) == 1):
@@ -89,28 +88,28 @@ class Share(State):
 
 
 def share_of(parameter: Tensor) -> Share | None:
-    """What this rank has of a parameter; None: it is not divided."""
+    """Return this rank's share of a parameter; None if it is not divided."""
     return state if isinstance(state := state_of(parameter), Share) else None
 
 
 def divide(parameters: Iterable[nn.Parameter], way: str, axis: Axis | None = None, source: int = 0) -> None:
-    """Keep of each parameter this rank's part of what rank `source` has, and leave it empty. All ranks must
-    call. way: how to get at its numbers, as an error says."""
+    """Keep this rank's shard of rank `source`'s numbers of each parameter, and leave the parameter empty. All
+    ranks must call. way: how to get at the numbers, for an error."""
     for parameter in parameters:
         if share_of(parameter) is None:
             _close(parameter, Share(parameter.data, axis or everyone(), source, way), empty=True)
 
 
 def shaped(parameters: Iterable[nn.Parameter], empty: bool = False) -> None:
-    """Have those that are divided be of the shape that they have when whole, or else of no elements, as code
-    that looks for them expects."""
+    """Give each divided parameter its whole shape, without memory, or with `empty` the shape of no
+    elements."""
     for parameter in parameters:
         if (share := share_of(parameter)) is not None:
             _close(parameter, share, empty)
 
 
 def make_whole(parameters: Iterable[nn.Parameter]) -> None:
-    """Have those that are divided be plain parameters again. All ranks must call."""
+    """Make divided parameters plain whole ones again. All ranks must call."""
     for parameter in parameters:
         if (share := share_of(parameter)) is not None:
             _open(parameter, share.taken_whole())
@@ -118,9 +117,10 @@ def make_whole(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def gathered(parameters: Iterable[Any], source: int | None = None) -> Iterator[None]:
-    """Those of the parameters that are divided, whole, in memory of their own. All ranks must enter.
+    """Make divided parameters whole inside, in memory of their own. All ranks must enter.
 
-    source: the rank whose numbers at the end count; None: raises ModelError on leaving where they changed."""
+    source: the rank whose numbers at the end are kept. None: raises ModelError on leaving if any rank changed
+    its shard."""
     if _Building.current is not None:
         _Building.current.close_idle()
     shares = [(parameter, share) for parameter in parameters if (share := share_of(parameter)) is not None]
@@ -148,23 +148,24 @@ def gathered(parameters: Iterable[Any], source: int | None = None) -> Iterator[N
 
 
 class _Building:
-    """Divides parameters as soon as the modules that have them are made. One that is divided is made whole
-    again for code that asks for its numbers, and divided again before the next one is, once nothing else
-    has its memory."""
+    """Divides parameters as soon as their module is made.
+
+    A divided parameter becomes whole again where code reads its numbers, and is divided again before the next
+    one is, once nothing else shares its memory."""
 
     current: _Building | None = None
 
-    def __init__(self, axis: Axis, noted: Noted, way: str) -> None:
+    def __init__(self, axis: Axis, noted: OnDivided, way: str) -> None:
         self.axis, self._noted, self._way = axis, noted, way
         self._under: set[int] = set()  # modules whose `__init__` runs
         self._opened: list[nn.Parameter] = []
         self._made: list[nn.Parameter] = []
-        self._on_meta: list[nn.Module] = []  # whose parameters are to get memory, as `skip_init` does
+        self._on_meta: list[nn.Module] = []  # modules whose parameters get memory later, as with `skip_init`
         self._undo: list[Callable[[], object]] = []
 
     def begin(self) -> None:
         classes = list(nn.Module.__subclasses__())
-        for each in classes:  # which grows meanwhile
+        for each in classes:  # the list grows meanwhile
             classes += [below for below in each.__subclasses__() if below not in classes]
         for each in classes:
             self._follow(each)
@@ -172,7 +173,8 @@ class _Building:
         _Building.current = self
 
     def end(self, failed: bool) -> None:
-        """Ranks meet here unless the build `failed`, perhaps on one of them."""
+        """Undo what `begin` set. Unless the build `failed`, perhaps on one rank alone, divide what is still
+        whole, with all ranks."""
         _Building.current = None
         del nn.Module.__init_subclass__
         while self._undo:
@@ -183,7 +185,7 @@ class _Building:
         shaped(self._made, empty=True)
 
     def open(self, parameters: Collection[nn.Parameter]) -> None:
-        """Make these whole. All ranks come here, as they build the same."""
+        """Make these parameters whole. All ranks come here, as they build the same."""
         self.close_idle()
         for parameter in parameters:
             if (share := share_of(parameter)) is not None:
@@ -191,14 +193,14 @@ class _Building:
                 self._opened.append(parameter)
 
     def close_idle(self) -> None:
-        """Divide again what was made whole and is used no more."""
+        """Divide again the parameters that were made whole and that nothing uses any more."""
         idle = [parameter for parameter in self._opened if not _is_shared(parameter)]
         self._opened = [parameter for parameter in self._opened if _is_shared(parameter)]
         self._divide(idle)
         self._divide_late()
 
     def _divide_late(self) -> None:
-        """Divide what has got memory since its module was made."""
+        """Divide the parameters that got memory only after their module was made."""
         for module in [m for m in self._on_meta if not _has_meta(m)]:
             self._on_meta.remove(module)
             self._divide(vars(module)["_parameters"].values())
@@ -215,7 +217,8 @@ class _Building:
         self._follow(cls)
 
     def _follow(self, cls: type[nn.Module]) -> None:
-        """Divide a module's own parameters behind the outermost `__init__` of its classes."""
+        """Wrap `__init__` of a module class so that the module's own parameters are divided after the
+        outermost one."""
         own = vars(cls).get("__init__")
         if own is None:
             return
@@ -240,9 +243,9 @@ class _Building:
 
 
 @contextmanager
-def building(noted: Noted, way: str = ": do it where the model is built") -> Iterator[None]:
-    """Modules made inside are divided as they are made; `noted` is called with each of their parameters; way:
-    see `divide`. All ranks must make the same. Inside of another one, it is a part of that."""
+def building(noted: OnDivided, way: str = ": do it where the model is built") -> Iterator[None]:
+    """Divide the parameters of modules made inside as they are made, and call `noted` with each. way: see
+    `divide`. All ranks must make the same modules. Inside another `building` it does nothing more."""
     if _Building.current is not None:
         yield
         return
@@ -281,19 +284,20 @@ def _close(parameter: nn.Parameter, share: Share, empty: bool = False) -> None:
 
 
 def without_memory(shape: Sequence[int], like: Tensor) -> Tensor:
-    """A tensor of this shape that has none, of the dtype and on the device of `like`."""
+    """Return a tensor of this shape without memory, of the dtype and on the device of `like`."""
     found = torch.empty(shape, dtype=like.dtype, device=like.device)
     found.untyped_storage().resize_(0)
     return found
 
 
 def _is_shared(parameter: nn.Parameter) -> bool:
-    """Whether another tensor has the parameter's memory."""
-    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2  # its own, and the one asked
+    """Return whether another tensor shares the parameter's memory."""
+    # its own reference, and the one asked with
+    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
 
 
 def _keeps_dtype(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call that may move a parameter leaves its dtype: then it stays where its parts are."""
+    """Return whether a call such as `to` keeps the parameter's dtype; then the shards stay where they are."""
     trial = torch.empty(0, dtype=args[0].dtype)
     with torch._C.DisableTorchFunctionSubclass():
         return bool(func(trial, *args[1:], **kwargs).dtype == trial.dtype)

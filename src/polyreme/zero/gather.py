@@ -1,5 +1,5 @@
-"""Gathering of parameters: the model's blocks pass through memory one behind the other, in forward and in
-backward.
+"""Gathering of parameters: the model's blocks come into memory and leave it one after another, in forward and
+in backward.
 
 Invariants: a block's parameters are whole whenever its forward or backward runs; beside the root's, at most 1
 + `prefetch` blocks are gathered at a time; gathers are issued in the order of use, which is the same on every
@@ -39,7 +39,7 @@ class Unit:
     name: str
     modules: Sequence[nn.Module]
     buckets: Sequence[Bucket]
-    pinned: bool = False  # stays gathered like the root: its parameters are used outside its modules
+    pinned: bool = False  # stays gathered like the root, as its parameters are used outside its modules
 
     @property
     def sharded(self) -> bool:
@@ -59,13 +59,13 @@ class Unit:
             bucket.release()
 
     def enter(self) -> None:
-        """Gather for a forward of its modules."""
+        """Gather for a forward of the modules."""
         self.ensure()
         for bucket in self.buckets:
             bucket.note(GATHERED)
 
     def leave(self) -> None:
-        """Note that a forward of its modules has ended."""
+        """Note that a forward of the modules has ended."""
         for bucket in self.buckets if not self.pinned else ():
             bucket.note(AfterForward(WeakMethod(self.pin)))
 
@@ -76,7 +76,7 @@ class Unit:
 
 
 class Blocks:
-    """Gathers and releases the units of `model` by hooks; does nothing at all unless a bucket is sharded."""
+    """Gathers and releases the units of `model` by module hooks; does nothing unless a bucket is sharded."""
 
     def __init__(
         self,
@@ -90,21 +90,19 @@ class Blocks:
         self.root, self.units, self._model = root, list(units), model
         self._prefetch, self._release, self._finished = prefetch, release, finished
         self._current: Unit | None = None
-        self._inside: Unit | None = None  # whose module's forward is running
+        self._inside: Unit | None = None  # the unit whose module's forward is running
         self.in_forward = False
-        """Whether a forward of the model, whose parameters come and go, is under way."""
+        """True while a forward of the model runs, where parameters are gathered and released."""
         self._order: list[Unit] = []  # units of the forward under way, or the last one
-        # units of each stage's last complete forward: where to prefetch from
+        # units of each stage's last complete forward, for prefetching
         self._last: dict[int, list[Unit]] = {}
-        self._trails: dict[
-            tuple[int, int], list[Unit]
-        ] = {}  # units of forwards whose backward is still to come
-        self._checked: set[int] = set()  # stages
-        self._task = -1  # autograd's number of the last backward that came here
-        self._known = True  # all forwards of the backward to come are in its trail
-        self._here = False  # the unit that it is in was found there
-        self._keep = False  # nothing is released, as derivatives will be differentiated
-        self._outer_forwards = 0  # modules around blocks whose forwards are under way without the model's
+        self._trails: dict[tuple[int, int], list[Unit]] = {}  # units of forwards whose backward is to come
+        self._checked: set[int] = set()  # stages whose first forward was checked
+        self._task = -1  # autograd's id of the last backward here
+        self._known = True  # True if the trail has all forwards of the coming backward
+        self._here = False  # True if the current unit was found in the trail
+        self._keep = False  # True if nothing is released, as derivatives will be differentiated
+        self._outer_forwards = 0  # running forwards of modules around blocks, called without the model
         self._expected: list[Unit] = []
         self._hooks: list[RemovableHandle] = []
         self.restart()
@@ -138,15 +136,15 @@ class Blocks:
         )
 
     def close(self) -> None:
-        """Gather and release no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def at(self, stage: int, microbatch: int) -> None:
-        """Tell which forward or backward comes. A backward goes along the trail of its forwards, from its
-        end. Raises ModelError for training while the parameters are in the user's hands."""
+        """Set the stage and micro-batch of the coming forward or backward. A backward visits the units of its
+        forwards in reverse. Raises ModelError for training while the parameters are exposed to the user."""
         if torch.is_grad_enabled() and any(
-            bucket.is_summoned for unit in (self.root, *self.units) for bucket in unit.buckets
+            bucket.is_exposed for unit in (self.root, *self.units) for bucket in unit.buckets
         ):
             raise ModelError(
                 "training (or engine.load) inside engine.full_parameters(): do it after the with block"
@@ -157,8 +155,13 @@ class Blocks:
         self._current = None
 
     @property
+    def place(self) -> tuple[int, int]:
+        """The stage and the micro-batch that `at` set."""
+        return self._key
+
+    @property
     def watched(self) -> bool:
-        """Whether modules have hooks of the user's that see gradients."""
+        """True if modules have hooks of the user's that see gradients."""
         return sees_gradients(self._model.modules())
 
     def restart(self) -> None:
@@ -169,15 +172,14 @@ class Blocks:
         self.at(0, 0)
 
     def release_all(self) -> None:
-        """Free every gathered parameter: after a backward for release="always", before an update in any
-        case."""
+        """Free every gathered parameter."""
         self._current, self._keep = None, False
         for unit in (self.root, *self.units):
             unit.release()
 
     def end_backward(self, last: bool = True) -> None:
-        """Free, after a backward, all but what the next forward would gather first. Not `last`: there may be
-        forwards whose backward is still to come."""
+        """Free, after a backward, all but what the next forward would gather first. Not `last`: another
+        backward of the same micro-batch may follow."""
         self._known = last
         self._current = None
         self._trail.clear()
@@ -219,12 +221,13 @@ class Blocks:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether forwards of sharded blocks have their backward still to come."""
+        """True if forwards of sharded blocks still wait for their backward."""
         return any(self._trails.values())
 
     def _begin_outer(self, module: nn.Module, args: object) -> None:
-        """Begin the forward of a module around blocks. Without gradients it may be called by itself, such as
-        an encoder for generation, on every rank. With them it has no step, and its parameters refuse."""
+        """Begin the forward of a module around blocks. Without gradients, every rank may call such a module
+        by itself, for example an encoder for generation. With gradients it belongs to no step, and its
+        parameters refuse to be used."""
         if self.in_forward or torch.is_grad_enabled() or in_backward():
             return
         if not self._outer_forwards:
@@ -241,7 +244,7 @@ class Blocks:
 
     def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
         def enter(module: nn.Module, args: object) -> None:
-            if in_backward():  # a recomputation of the model's own
+            if in_backward():  # a recomputation by the model itself
                 unit.enter()
                 return
             if unit is not self._current:
@@ -263,7 +266,7 @@ class Blocks:
             if not in_backward():
                 self._inside = None
                 unit.leave()
-            # whose gradient does not lead into this unit
+            # their gradient does not lead into this unit
             handed_on = {id(t) for t in tensors_in((args, kwargs))}
             self._watch(
                 [t for t in (*returned(output), *self._attribute_tensors(unit)) if id(t) not in handed_on],
@@ -280,7 +283,7 @@ class Blocks:
     # ---- backward
 
     def _watch(self, outputs: Sequence[Tensor], unit: Unit) -> None:
-        """Have `unit` gathered before the backward of what made `outputs`."""
+        """Gather `unit` before the backward of `outputs`."""
         if torch.is_grad_enabled():
             begun = partial(_begun, ref(self), ref(unit))
             for tensor in outputs:
@@ -288,11 +291,11 @@ class Blocks:
                     tensor.register_hook(begun)
 
     def _attribute_tensors(self, unit: Unit) -> Iterator[Tensor]:
-        """What the unit's modules have as attributes: a forward may leave a loss there, whose backward does
-        not come through its output."""
+        """Return tensors in attributes of the unit's modules: a forward may leave a loss there, whose
+        backward does not pass through the output."""
         for module in self._storing_modules[unit]:
             attributes = vars(module)
-            for name in attributes.keys() - _OF_EVERY_MODULE:  # most by far are of every module
+            for name in attributes.keys() - _OF_EVERY_MODULE:  # skips nearly all attributes
                 if isinstance(value := attributes[name], _HOLDERS):
                     found: Collection[Any] = (
                         [value]
@@ -301,19 +304,20 @@ class Blocks:
                         if isinstance(value, dict)
                         else value
                     )
-                    if isinstance(next(iter(found), None), Tensor):  # else it may be a vocabulary
+                    # a long collection of other values, such as a vocabulary, is skipped
+                    if isinstance(next(iter(found), None), Tensor):
                         yield from tensors_in(list(found))
 
     def before_backward(self, unit: Unit) -> None:
-        """Have `unit` gathered: the backward of what it computed begins."""
-        # whose derivatives read parameters again, in an order that is not the blocks'
+        """Gather `unit`, where the backward of its computation begins."""
+        # second derivatives read parameters again, in another order than the blocks'
         self._keep |= torch.is_grad_enabled()
         if (task := torch._C._current_graph_task_id()) != self._task:
             self._task, self._position = task, len(self._trail)
         if unit is self.root:
             self._ensure_root()
             return
-        # not here yet: go back to where it was used
+        # not at its place in the trail: search back for it
         if self._trail[self._position : self._position + 1] != [unit]:
             at = self._position
             while at > 0 and self._trail[at - 1] is not unit:
@@ -332,28 +336,28 @@ class Blocks:
             ahead.gather()
         unit.ensure()
 
-    @torch.no_grad()  # a backward does so
-    def pass_by(self) -> None:
-        """Gather and release in the order in which the backwards of other ranks do, which wait for this one,
-        where this rank has nothing to compute."""
+    @torch.no_grad()  # as in a backward
+    def imitate_backward(self) -> None:
+        """Gather and release in the same order as a backward, on a rank that has nothing to differentiate, as
+        the other ranks' gathers wait for it."""
         if self._trail and any(unit.sharded for unit in (self.root, *self.units)):
             for unit in (self.root, *reversed(self._trail)):
                 self.before_backward(unit)
 
     def _leave(self) -> None:
-        """Free the unit that forward or backward was in. Autograd runs nodes made later first, so once the
-        backward of another block begins, none of this one's is left."""
+        """Free the unit that the forward or backward was in. Autograd runs later nodes first, so none of its
+        nodes is left once another block's backward begins."""
         if self._current is not None and not self._current.pinned and not self._keep:
             self._current.release()
 
     def _pin_outside(self, unit: Unit) -> None:
-        """Note a use of `unit`'s parameters."""
+        """Pin `unit` where its parameters are used outside its own forward."""
         if unit is not self._inside:
             unit.pin()
 
 
 def _begun(blocks: ref[Blocks], unit: ref[Unit], gradient: Tensor) -> None:
-    # autograd's own memory holds this, and Python's collector cannot free what that holds
+    # autograd's memory holds this function, and Python's collector cannot free cycles through it
     if (mine := blocks()) is None or (its := unit()) is None:
         raise ModelError(
             "a backward comes to the model of an engine that is gone, whose parameters are in shards: keep a "
@@ -377,13 +381,15 @@ class Hook:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What a hook runs in a copy of the model."""
+    """The hook in a copy of the model."""
 
 
 class _Guard(TorchFunctionMode):
-    """Finds, during the first forward, parameters that are used outside their block's forward, whose unit
-    then stays gathered like the root. Later ones are found behind that forward (`AfterForward`), and refused
-    before it and once they are released."""
+    """Finds parameters that are used outside their block's forward, during the first forward, and calls
+    `used` with their unit, which then stays gathered.
+
+    A later use after the block's forward is found by `AfterForward`; one before it, or after the release, is
+    refused."""
 
     def __init__(self, owners: dict[int, Unit], used: Callable[[Unit], None]) -> None:
         super().__init__()
@@ -402,5 +408,5 @@ _HOLDERS = (Tensor, list, tuple, dict)
 
 
 def _may_store_tensors(module: nn.Module) -> bool:
-    """Whether its forward may leave tensors as attributes: torch's own do not."""
+    """Return whether a module's forward may leave tensors in attributes, as torch's own modules do not."""
     return not type(module).__module__.startswith("torch.nn.")

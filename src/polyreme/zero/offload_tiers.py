@@ -1,6 +1,6 @@
-"""The tiers of one engine: which store has what of its buckets off the device.
+"""The tiers of one engine: which store holds which numbers of its buckets off the device.
 
-Communication: where any of it is in host memory, one exchange of what ranks need there."""
+Communication: where a store is in host memory, one exchange of what ranks need there."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ from polyreme.zero.buffer_pool import Pool
 
 
 class OffloadTiers:
-    """What is not in the device's memory: masters and states, which are in `store` (`compact`: see
-    OffloadedStates), from which the CPU updates them, and reaches the device by `transfer`; their
-    `gradients`, where those do not stay; and the shards of all `parameters`, where they do not."""
+    """The stores of one engine.
+
+    store: masters and optimizer states, which the CPU updates there (`compact`: see OffloadedStates).
+    transfer: sends the updated parameters to the device. gradients: reduced gradients, where they do not stay
+    on the device. parameters: all shards of parameters, where they do not."""
 
     def __init__(
         self,
@@ -38,12 +40,12 @@ class OffloadTiers:
         gradients: Store | None = None,
         gather: Callable[[object], list[Any]] = lambda value: [value],
     ) -> None:
-        """`gather` returns what every rank gives; all ranks have tiers of the same kinds."""
+        """`gather` returns each rank's value. All ranks have tiers of the same kinds."""
         self.store, self.parameters, self.compact = store, parameters, compact
         self.transfer, self.gradients, self._gather = transfer, gradients, gather
 
     def memory_of(self, spec: BucketSpec, groups: Sequence[Group], pool: Pool) -> BucketMemory:
-        """The memory of a bucket, with its extents in the stores. groups: those of the optimizer."""
+        """Return the memory of a bucket, with its extents reserved in the stores. groups: the optimizer's."""
         states = shard = gradients = transfer = None
         if "states" in spec.offloaded and self.store is not None:
             master, transfer = spec.formats.master, self.transfer
@@ -57,39 +59,44 @@ class OffloadTiers:
     def gradients_of(
         self, states: OffloadedStates, region: slice, dtype: torch.dtype, adds: bool
     ) -> OffloadedGradients | None:
-        """The reduced gradients of a bucket's `region`, whose offloaded states are `states`, where they do
-        not stay. `adds`: see there."""
+        """Reserve extents for the reduced gradients of a bucket's `region`, whose offloaded states are
+        `states`; None where gradients stay on the device. `adds`: see `OffloadedGradients`."""
         if self.gradients is None:
             return None
-        parts = [Interval(0, region.stop - region.start)]
+        intervals = [Interval(0, region.stop - region.start)]
         if not self.gradients.in_memory:
-            intervals = [extent.interval for extent in states]
-            parts = [Interval(each.start - region.start, each.stop - region.start) for each in intervals]
-        return OffloadedGradients(self.gradients, parts, dtype, adds)
+            of_states = [extent.interval for extent in states]
+            intervals = [Interval(each.start - region.start, each.stop - region.start) for each in of_states]
+        return OffloadedGradients(self.gradients, intervals, dtype, adds)
 
     def commit(self) -> None:
-        """Take the space of all that was reserved. Raises TierError on every rank where ranks of one host
-        together need more of its memory than there is, and where there is too little for this one."""
+        """Allocate all that was reserved. Raises TierError, on every rank where the ranks of one host
+        together need more memory than it has, and where there is too little for this rank."""
         if near := [store for store in self._tiers().values() if store.in_memory]:
             needed = sum(store.nbytes for store in near)
             refuse_more(self._gather({"needed": needed, "pools": pools()}))
         for store in self._tiers().values():
             store.commit()
 
+    @property
+    def stores(self) -> list[Store]:
+        """The stores of all tiers."""
+        return [*self._tiers().values()]
+
     def close(self) -> None:
-        """Give the space back."""
+        """Free the stores."""
         for store in self._tiers().values():
             store.close()
 
     def memory(self, shards: int) -> int:
-        """Bytes of host memory that tiers take, or what it takes to move theirs; of parameters in files as
-        many as `shards`."""
+        """Return the bytes of host memory that tiers and their transfers take; `shards` is counted for
+        parameters in files."""
         tiers = [store for store in self._tiers().values() if store is not self.parameters or store.in_memory]
         total = sum(store.buffers for store in tiers) + (0 if self.transfer is None else self.transfer.memory)
         return total + (0 if self.parameters is None or self.parameters.in_memory else shards)
 
     def report(self) -> dict[str, dict[str, float]]:
-        """What `Engine.tiers` returns."""
+        """Return the value of `Engine.tiers`."""
         found = {}
         for name, store in self._tiers().items():
             store.settle()
@@ -99,8 +106,8 @@ class OffloadTiers:
             found["gradients"]["read"] += self.transfer.sent
         return found
 
-    def elsewhere(self) -> dict[str, int]:
-        """Bytes of parameters, states and gradients that are off the device, by what and where."""
+    def off_device_bytes(self) -> dict[str, int]:
+        """Return the bytes of parameters, states and gradients off the device, by kind and place."""
         names = {"params": "parameters"}
         return {
             f"{names.get(name, name)}_{'host' if store.in_memory else 'files'}": store.nbytes

@@ -1,7 +1,7 @@
 """The masters and optimizer states of a bucket, to a checkpoint and back.
 
-Invariant: what `loading` gives is written to the pieces at its end; an error inside leaves extents as they
-were. No communication."""
+Invariant: values set within `loading` are written at its end; an error inside leaves extents as they were. No
+communication."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ from polyreme.layout.region import MASTER, Stored, fetched
 from polyreme.optim.quantized_states import SCALE, Key, QuantizedKernel
 from polyreme.zero.pieces import Piece, Pieces
 
-Numbers = Mapping[str, float]
-"""The states of a parameter that are one number (`step`, ...), by name."""
+SingleNumbers = Mapping[str, float]
+"""Single-number states of a parameter (`step`, ...), by name."""
 
 
 class OptimizerState:
-    """Reads and writes what `pieces` have."""
+    """Reads and writes the masters and states of `pieces`."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
-        self._staged: dict[int, Tensor] = {}  # bytes of all extents by number, while they are loaded
-        # states that are kept in fewer bits, while they are loaded
+        self._staged: dict[int, Tensor] = {}  # bytes of all extents by number, while states are loaded
+        # quantized states in float32, while they are loaded
         self._wide: dict[Piece, dict[str, Tensor]] = {}
 
     def masters(self) -> Iterable[tuple[GroupInterval, Tensor | Stored]]:
-        """Every interval with its masters, in their own memory or stored."""
+        """Return every interval with its masters, in their own memory or stored."""
         for interval, numbers in self._numbers():
             yield interval, numbers[MASTER]
 
     def by_interval(self) -> Iterable[tuple[GroupInterval, dict[str, Any]]]:
-        """Every interval with the torch state of its parameter."""
+        """Return every interval with its optimizer state, as torch names it."""
         for interval, numbers in self._numbers():
             yield interval, {kind: value for kind, value in numbers.items() if kind != MASTER}
 
     def read(self, slot: Slot, kind: str) -> Tensor | None:
-        """What this rank has of a state of a parameter: the numbers of the elements that it updates, flat; or
-        a state with a shape of its own; or one number. None where there is none, or none yet. Not to be
-        written to."""
+        """Return this rank's shard of a parameter's state: the numbers of the elements that it updates, flat;
+        or a state with a shape of its own; or one number. None where there is none yet. Read-only."""
         found = []
         for interval, state in self.by_interval():
             inside = overlap(interval, slot)
@@ -56,14 +55,13 @@ class OptimizerState:
                 return fetched(value).view(value.shape)
             if isinstance(value, Tensor) and not value.dim():
                 return value
-            part = inside.since(interval.start)
-            found.append(fetched(value, part.start, part.stop))
+            elements = inside.since(interval.start)
+            found.append(fetched(value, elements.start, elements.stop))
         return torch.cat(found) if found else None
 
     def write(self, slot: Slot, kind: str, values: Tensor) -> None:
-        """Set a state of a parameter: to a flat tensor with a number for each of its elements, of which this
-        rank takes its own; or to one number, or all of a state with a shape of its own, where this rank has
-        it."""
+        """Set a state of a parameter. `values` is flat, one number per element, of which this rank takes its
+        own; or one number; or all of a state with a shape of its own."""
         self._pieces.bucket.require("masters", "states")
         if not values.dim():
             self._pieces.isolate(slot)
@@ -79,7 +77,7 @@ class OptimizerState:
                 self._rewrite(piece, kernel, kind, inside, numbers)
             elif old is not None and not isinstance(old, Tensor):
                 piece.state[kind] = type(old)(values.item())
-            elif old is None:  # it is in an extent
+            elif old is None:  # the state is in an extent
                 continue
             elif piece.interval.slot is not None or not old.dim():
                 old.copy_(values.view(old.shape))
@@ -89,7 +87,7 @@ class OptimizerState:
     def _rewrite(
         self, piece: Piece, kernel: QuantizedKernel, kind: str, inside: slice, numbers: Tensor
     ) -> None:
-        """Set a part of a state that is kept in fewer bits."""
+        """Set the elements `inside` a piece's quantized state."""
         kinds = [name for name in (kind, kind + SCALE) if name in kernel.fields(0)]
         extent, offloaded = piece.extent, self._pieces.offloaded
         if extent is None or offloaded is None:
@@ -122,8 +120,7 @@ class OptimizerState:
             yield piece.interval, self._widened(piece, {**numbers, **piece.state})
 
     def _widened(self, piece: Piece, numbers: dict[str, Any]) -> dict[str, Any]:
-        """`numbers`, with the states that are kept in fewer bits as float32: to be read when they are needed,
-        or loaded."""
+        """Return `numbers` with quantized states as float32: dequantized when they are read, or as loaded."""
         kernel, size = self._pieces.kernel(piece), piece.interval.size
         if not isinstance(kernel, QuantizedKernel) or piece.fresh:
             return numbers
@@ -144,17 +141,20 @@ class OptimizerState:
     def try_options(
         self, ways: Iterable[Sequence[Mapping[str, Any]]], there: Mapping[str, Collection[str]]
     ) -> None:
-        """Have what is loaded next be of the first of several options by group with which the parameters have
-        the states that are `there`, by name, where there are any; else of those that they were made with."""
+        """Choose the options for the states that are loaded next.
+
+        ways: candidates, each the options of every group. Takes the first with which the optimizer has
+        exactly the states `there` for each parameter that has some; if none fits, the options that the
+        optimizer was made with."""
         for options in (*ways, ()):
             self._pieces.options = options
             if all({*there.get(slot.name, ())} in ({*self.shapes(slot)}, set()) for slot in self.slots()):
                 return
 
     def empty(self) -> dict[str, Tensor]:
-        """Memory for new states, by name, which may be filled before `loading` is given it: of those with a
-        number for each element, flat, of the bucket's region, and zero where that is padding. Of states
-        elsewhere than in host memory, or in formats of ours, none."""
+        """Return memory for new states, by name, to be filled before `loading` takes it: per-element states,
+        flat, of the bucket's region, zero in the padding. Empty unless the states are torch's own, on a CPU,
+        in no store, and of elementwise optimizers."""
         bucket = self._pieces.bucket
         if (
             self._pieces.offloaded is not None
@@ -187,13 +187,13 @@ class OptimizerState:
 
     @contextmanager
     def loading(
-        self, scalars: Mapping[str, Numbers | None], new_states: Mapping[str, Tensor] | None = None
+        self, scalars: Mapping[str, SingleNumbers | None], new_states: Mapping[str, Tensor] | None = None
     ) -> Iterator[None]:
-        """Make all states anew, of `new_states` or zeros; what `masters` and `by_interval` give inside may be
-        written to, and counts from the end on.
+        """Replace all states by `new_states` or zeros. Within, `masters` and `by_interval` give writable
+        numbers, which are kept at the end.
 
-        `scalars` has by name of a parameter the states that are one number, or None for one that has
-        no state, like one that was never updated."""
+        `scalars` has the single-number states of each parameter by name, or None for a parameter without
+        states, such as one that was never updated."""
         self.allocate(scalars, new_states or {})
         store = None if self._pieces.offloaded is None else self._pieces.offloaded.store
         for extent in self._pieces.offloaded or ():
@@ -224,7 +224,7 @@ class OptimizerState:
             self._wide.clear()
 
     def _narrow(self, piece: Piece, wide: Mapping[str, Tensor]) -> None:
-        """Keep the states of a piece, which were loaded, in fewer bits."""
+        """Quantize the loaded states of a piece."""
         kernel, state = self._pieces.kernel(piece), piece.state
         assert isinstance(kernel, QuantizedKernel)
         if (extent := piece.extent) is not None:
@@ -233,18 +233,18 @@ class OptimizerState:
         for name, values in wide.items():
             kernel.keep(state, name, values, Key(name, 0, self._pieces.random_offset + piece.interval.start))
 
-    def allocate(self, scalars: Mapping[str, Numbers | None], new_states: Mapping[str, Tensor]) -> None:
-        """Make all states anew, but for what is in extents. The arguments are as in `loading`."""
+    def allocate(self, scalars: Mapping[str, SingleNumbers | None], new_states: Mapping[str, Tensor]) -> None:
+        """Replace all states but those in extents. Arguments as in `loading`."""
         slots = self.slots()
-        told = {
+        numbers_of = {
             slot.name: None if scalars[slot.name] is None else tuple(sorted(scalars[slot.name].items()))  # type: ignore[union-attr]
             for slot in slots
         }
         for piece in self._pieces:
             piece.state, piece.fresh = {}, True
-        common = max(told.values(), key=list(told.values()).count, default=None)
+        common = max(numbers_of.values(), key=list(numbers_of.values()).count, default=None)
         for slot in slots:
-            if told[slot.name] != common:
+            if numbers_of[slot.name] != common:
                 self._pieces.isolate(slot)
         for piece in self._pieces:
             name = next(s.name for s in slots if overlap(Interval(s.start, align(s.stop)), piece.interval))
@@ -252,13 +252,13 @@ class OptimizerState:
                 piece.state, piece.fresh = self._fresh(piece, numbers, new_states), False
 
     def slots(self) -> list[Slot]:
-        """Slots of the parameters of which this rank updates elements."""
+        """Return the slots of parameters of which this rank updates any element."""
         region = self._pieces.bucket.region
         return [slot for slot in self._pieces.bucket.layout.slots if overlap(slot, region)]
 
     def shapes(self, slot: Slot) -> dict[str, tuple[int, ...] | None]:
-        """The states that the optimizer has for a parameter once it was updated, by name: their shapes, or
-        None for one number."""
+        """Return the shapes of the states that the optimizer has for an updated parameter, by name; None for
+        one number."""
         state = self._pieces.trial(
             slot.group, slot.shape if self._pieces.bucket.layout.boundary == "tensor" else None
         )
@@ -272,9 +272,11 @@ class OptimizerState:
                 found[kind] = None
         return found
 
-    def _fresh(self, piece: Piece, numbers: Numbers, new_states: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The states of a piece after a step on zeros, or what is in `new_states`, with `numbers`; without
-        those that are in its extent."""
+    def _fresh(
+        self, piece: Piece, numbers: SingleNumbers, new_states: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the states of a piece after a step on zeros, or those in `new_states`, with `numbers`;
+        without the states in its extent."""
         flat = piece.interval.slot is None
         found: dict[str, Any] = {}
         kernel = self._pieces.kernel(piece)

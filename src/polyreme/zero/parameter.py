@@ -1,10 +1,11 @@
-"""Parameters of engines: one record of each, in the registry of the world, and one class that asks it.
+"""Parameters of engines: a record of each, in the registry of the world, and parameter classes that consult
+it.
 
-Invariants: in a backward `.grad` is torch's own (hooks read it), and so it is where no gradient is pending:
-one that a script sets there stands for a backward. Hooks of the user's come before the one that takes the
-gradient away. Operators of a block's forward cost nothing more, and compiled code knows no difference from
-`nn.Parameter`: the class comes in three depths, by how much of what is done with a parameter it looks at, and
-what it then does is up to the `State` in the record. No communication."""
+Invariants: within a backward `.grad` is torch's own (hooks read it), and so it is while no gradient is
+pending; one that a script sets there stands for a backward. The user's hooks run before the one that takes
+the gradient away. Operators of a block's forward cost nothing more, and compiled code sees an `nn.Parameter`:
+there are three classes, which intercept more or less of the parameter's use, and act as the `ParameterState`
+in the record says. No communication."""
 
 from __future__ import annotations
 
@@ -22,67 +23,69 @@ from torch._guards import TracingContext
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from polyreme.distributed.world import Part, current
+from polyreme.distributed.world import Resource, current
 from polyreme.errors import ModelError, warn
 from polyreme.models.tensor_access import read
 
 OWN_GRAD: Any = Tensor.grad
-"""The attribute as torch has it: `OWN_GRAD.__get__(parameter)`, `OWN_GRAD.__set__(parameter, None)`."""
+"""torch's `grad` attribute: `OWN_GRAD.__get__(parameter)`, `OWN_GRAD.__set__(parameter, None)`."""
 
 
-class Owner(Protocol):
-    """What has the gradients of parameters."""
+class GradientOwner(Protocol):
+    """The step that has the gradients of parameters."""
 
     @property
     def begun(self) -> bool:
-        """Whether it has some that are not applied yet."""
+        """True if it has gradients that are not applied yet."""
 
     given: set[Tensor]
-    """Parameters whose gradients a script set, and no step has taken."""
+    """Parameters whose gradients a script set, and that no step has taken."""
 
 
 @dataclass(eq=False)
-class Reading:
-    """What becomes of reading `.grad` between backward and step. instead: what has it. hidden: it is None,
-    with one warning, and not an error, but for torch's own functions that clip, unscale or apply gradients.
-    told: the warning was given."""
+class GradReadPolicy:
+    """The answer to reading `.grad` between backward and step.
+
+    instead: names the call that has the gradients. hidden: `.grad` is None, with one warning, except for
+    torch's own functions that clip, unscale or apply gradients; otherwise an error. warned: the warning was
+    given."""
 
     instead: str
     hidden: bool = False
-    told: bool = False
+    warned: bool = False
 
     def answer(self, parameter: Tensor, caller: str) -> None:
-        """Raise ModelError or warn, where the module `caller` reads."""
+        """Raise ModelError or warn, where the module `caller` reads `.grad`."""
         text = (
             f"{name_of(parameter)}.grad is read between backward and step, but the engine keeps "
             f"gradients in its buckets, summed over the ranks only at the end of the step: {self.instead}"
         )
-        # torch.optim.optimizer is zero_grad, which finds nothing to drop
+        # torch.optim.optimizer calls it in zero_grad, which finds nothing to drop
         if not self.hidden or (caller.startswith("torch.") and caller != "torch.optim.optimizer"):
             raise ModelError(text)
-        if not self.told:
-            self.told = True
+        if not self.warned:
+            self.warned = True
             warn(f"{text}. Here it is None, that of every parameter")
 
 
-OURS = Reading(
+DEFAULT_GRAD_READS = GradReadPolicy(
     "to clip, set optimizer.clip, or call engine.gradients().clip_(max_norm); to read them, use "
     "engine.gradients() or a hook (parameter.register_hook); to drop them, engine.zero_grad(); to update, "
     "engine.step()"
 )
 
 
-class State:
-    """Where the numbers of a parameter are, and so what may be done with it. Of this class: not in memory
-    between their uses."""
+class ParameterState:
+    """The place of a parameter's numbers, which decides what may be done with it. This class itself: not in
+    memory between uses."""
 
     kind: Any
-    """The class of such a parameter."""
+    """The parameter's class in this state."""
     there = False
-    """Whether the numbers are in the parameter's memory."""
+    """True if the numbers are in the parameter's memory."""
 
     def refuse(self, what: str, parameter: Tensor) -> None:
-        """Raise ModelError: `what` needs the numbers."""
+        """Raise ModelError: `what`, a call, needs numbers that are not in memory."""
         record = record_of(parameter)
         if record.closed:
             raise ModelError(
@@ -98,9 +101,9 @@ class State:
             "weights in a loss is optimizer.weight_decay, or is computed in the model's own forward"
         )
 
-    def before(self, parameter: Tensor, name: str, call: Call, asked: Sequence[Any]) -> Any:
-        """Called before a function of this name that needs the numbers of the parameter, and of others that
-        are `asked`. Returns what that is to return, or NotImplemented: it is to be called."""
+    def before(self, parameter: Tensor, name: str, call: TorchCall, asked: Sequence[Any]) -> Any:
+        """Run before a torch function of this name that needs the numbers of the parameter and of the others
+        in `asked`. Returns the function's result, or NotImplemented to have the function called."""
         saved = name == "detach" and record_of(parameter).listed
         if saved and caller().f_code is nn.Module._save_to_state_dict.__code__:
             return parameter
@@ -108,43 +111,43 @@ class State:
         return NotImplemented
 
     def after(self, result: Any) -> None:
-        """Called after it."""
+        """Run after such a function, with its result."""
 
     def taken(self, parameter: Tensor, found: Any) -> Any:
-        """What a method is to return that has `found` in the parameter's memory."""
+        """Return the result of a method that found `found` in the parameter's memory."""
         return found
 
     def refuse_writing(self, what: str, parameter: Tensor) -> None:
-        """Raise ModelError where `what` would be lost."""
+        """Raise ModelError where the write `what` would be lost."""
 
 
-class Whole(State):
-    """The numbers are in memory, and stay: everything may be done with them."""
+class InMemory(ParameterState):
+    """The numbers are in memory and stay there; everything is allowed."""
 
     there = True
 
     def refuse(self, what: str, parameter: Tensor) -> None: ...
 
 
-Check = Callable[[str, Sequence[Any], dict[str, Any], str], None]
-"""What gets the name of a function, its arguments, and the name of a parameter whose numbers it needs."""
-Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
-"""A function of torch, and what it is called with."""
-WHOLE, RELEASED = Whole(), State()
+AccessCheck = Callable[[str, Sequence[Any], dict[str, Any], str], None]
+"""A callback with a function's name, its arguments, and the name of the parameter whose numbers it needs."""
+TorchCall = tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]
+"""A torch function, its positional arguments and its keyword arguments."""
+IN_MEMORY, RELEASED = InMemory(), ParameterState()
 
 
 class Presence:
-    """The state of parameters that come and go together."""
+    """The common state of parameters that are gathered and released together."""
 
     def __init__(self, named: Iterable[tuple[nn.Parameter, str]] = ()) -> None:
-        """named: the parameters, and what they are called."""
-        self.state: State = WHOLE
+        """named: pairs of a parameter and its name."""
+        self.state: ParameterState = IN_MEMORY
         for parameter, name in named:
             record = record_of(parameter)
             record.name, record.presence = name, self
 
-    def become(self, state: State, parameters: Iterable[nn.Parameter]) -> None:
-        """Have the parameters, which are all that this is of, be in a state."""
+    def become(self, state: ParameterState, parameters: Iterable[nn.Parameter]) -> None:
+        """Set the state. `parameters` are all that share it."""
         kind, before, self.state = state.kind, self.state.kind, state
         if kind is not before:
             for parameter in parameters:
@@ -156,37 +159,37 @@ def _nobody() -> None: ...
 
 @dataclass(eq=False)
 class ParameterRecord:
-    """What is known of one parameter. It keeps neither the parameter nor who has it: `owner` and `engine` are
-    weak references."""
+    """The record of one parameter. It keeps neither the parameter nor its engine alive: `owner` and `engine`
+    are weak references."""
 
     name: str = "?"
-    """What it is called, for errors."""
+    """The parameter's name, for errors."""
     presence: Presence = field(default_factory=Presence)
-    owner: Callable[[], Owner | None] = _nobody
-    """What has its gradients."""
+    owner: Callable[[], GradientOwner | None] = _nobody
+    """Returns the step that has its gradients."""
     engine: Callable[[], Any] = _nobody
-    """That it was given to."""
-    reading: Reading = OURS
-    """What becomes of reading its pending gradient."""
+    """Returns the engine that it was given to."""
+    grad_reads: GradReadPolicy = DEFAULT_GRAD_READS
+    """The answer to reading its pending gradient."""
     listed: bool = False
-    """Whether `state_dict()` holds the parameter itself while it is released, which raises ModelError where
-    its numbers are used: scripts ask for one to know its names, too."""
+    """True if `state_dict()` lists the parameter itself while it is released, for scripts that only want
+    names; using its numbers raises ModelError."""
     closed: bool = False
-    """Whether an engine that is closed had it divided."""
-    check: Check | None = None
-    """What a `Restriction` has called before what needs its numbers."""
+    """True if a closed engine left it divided."""
+    check: AccessCheck | None = None
+    """The callback of a `Restriction`, before anything that needs its numbers."""
 
 
-class ParameterRecords(WeakIdKeyDictionary, Part):
-    """The records of a world, each for as long as its parameter is there."""
+class ParameterRecords(WeakIdKeyDictionary, Resource):
+    """The records of a world, each for as long as its parameter lives."""
 
     def close(self) -> None:
-        """Parameters outlive their world: the next one has their records."""
+        """Hand the records to the next world, as parameters outlive their own."""
         current().of(ParameterRecords).update(self)
 
 
 def record_of(parameter: Tensor) -> ParameterRecord:
-    """What is known of a parameter."""
+    """Return the record of a parameter."""
     known = current().of(ParameterRecords)
     found: ParameterRecord | None = known.get(parameter)
     if found is None:
@@ -195,27 +198,27 @@ def record_of(parameter: Tensor) -> ParameterRecord:
 
 
 def name_of(parameter: Tensor) -> str:
-    """What a parameter is called; "?" if it is in no bucket."""
+    """Return a parameter's name; "?" if it is in no bucket."""
     return record_of(parameter).name
 
 
-def state_of(parameter: Tensor) -> State:
-    """Where its numbers are."""
-    return record_of(parameter).presence.state if isinstance(parameter, FollowedParameter) else WHOLE
+def state_of(parameter: Tensor) -> ParameterState:
+    """Return the state of a parameter."""
+    return record_of(parameter).presence.state if isinstance(parameter, FollowedParameter) else IN_MEMORY
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
+    """Return whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_trained(parameter: Tensor) -> bool:
-    """Whether an engine that is there trains it."""
+    """Return whether a live engine trains the parameter."""
     return type(parameter) not in (nn.Parameter, Tensor) and record_of(parameter).owner() is not None
 
 
 def caller() -> FrameType:
-    """The frame that calls a method of a parameter."""
+    """Return the frame that calls a method of a parameter."""
     frame: Any = sys._getframe(1)
     while frame.f_globals.get("__name__") in METHODS:
         frame = frame.f_back
@@ -224,27 +227,27 @@ def caller() -> FrameType:
 
 
 METHODS = (__name__, "polyreme.zero.released")
-"""Modules whose functions are methods of parameters."""
+"""Modules whose frames `caller` skips, as their functions are methods of parameters."""
 
 
 class TrainedParameter(nn.Parameter):
-    """The class of a parameter that an engine has. Of this depth only its gradient is looked at."""
+    """A parameter of an engine. Only access to its gradient is intercepted."""
 
     @property
     def grad(self) -> Tensor | None:
         gradient: Tensor | None = OWN_GRAD.__get__(self)
-        # torch.compile asks whether there is one of each tensor that it meets
+        # torch.compile asks for the gradient of each tensor that it meets
         if in_backward() or TracingContext.try_get() is not None:
             return gradient
         record, asking = record_of(self), caller().f_globals.get("__name__", "")
         owner = record.owner()
         if owner is not None and owner.begun:
-            record.reading.answer(self, asking)
+            record.grad_reads.answer(self, asking)
         elif owner is not None and asking == "torch.nn.utils.clip_grad" and not owner.given:
             raise ModelError(
                 f"there is no gradient of {record.name} to clip, as no backward has come since the "
                 "last step: call engine.backward(loss) before. Between backward and step the engine keeps "
-                f"gradients in its buckets: {record.reading.instead}"
+                f"gradients in its buckets: {record.grad_reads.instead}"
             )
         return gradient
 
@@ -253,7 +256,7 @@ class TrainedParameter(nn.Parameter):
         record = record_of(self)
         owner = record.owner()
         if owner is not None and not in_backward():
-            if gradient is None and (not owner.begun or record.reading.hidden):
+            if gradient is None and (not owner.begun or record.grad_reads.hidden):
                 owner.given.discard(self)
             elif gradient is None:
                 raise ModelError(
@@ -299,7 +302,7 @@ class TrainedParameter(nn.Parameter):
 
 
 class FollowedParameter(TrainedParameter):
-    """The same where what shares the parameter's memory is looked at, too."""
+    """A parameter whose memory-sharing results, such as views, are intercepted too."""
 
 
 def _follows(name: str) -> Callable[..., Any]:
@@ -329,7 +332,7 @@ for _name in ("data", "T", "mT", "H", "mH"):
 
 
 class WatchedParameter(FollowedParameter):
-    """The same where all that needs the parameter's numbers is looked at."""
+    """A parameter of which every use of its numbers is intercepted."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -374,43 +377,43 @@ for _name, _what in (
     ("__dlpack__", "__dlpack__"),
 ):
     setattr(WatchedParameter, _name, _refusing(_name, _what))
-State.kind, Whole.kind = WatchedParameter, TrainedParameter
+ParameterState.kind, InMemory.kind = WatchedParameter, TrainedParameter
 
 
 class Restriction:
-    """Has `check` called before what needs the numbers of parameters, from `refuse` to `allow`."""
+    """Calls `check` before anything that needs the numbers of parameters, from `refuse` to `allow`."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], check: Check) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], check: AccessCheck) -> None:
         self._held = [(parameter, record_of(parameter)) for parameter in parameters]
         self._check = check
-        self._kinds: list[Any] = []  # their classes before
+        self._kinds: list[Any] = []  # their classes before `refuse`
 
     def refuse(self) -> None:
-        """May be called again meanwhile."""
+        """Begin to call `check`. May be called again."""
         self.allow()
         self._kinds = [type(parameter) for parameter, _ in self._held]
         for parameter, record in self._held:
             parameter.__class__, record.check = WatchedParameter, self._check
 
     def allow(self, *_: object) -> None:
-        """Leaves the classes alone of those that have changed their state."""
+        """End it. Parameters that have changed their state keep their class."""
         for (parameter, record), kind in zip(self._held, self._kinds, strict=False):
             record.check, state = None, record.presence.state
             if type(parameter) is WatchedParameter:
-                parameter.__class__ = kind if state is WHOLE else state.kind
+                parameter.__class__ = kind if state is IN_MEMORY else state.kind
         self._kinds = []
 
     __enter__, __exit__ = refuse, allow
 
 
 def set_apart(parameter: nn.Parameter) -> None:
-    """Have one be whole by itself, apart from those that it came and went with."""
+    """Make a parameter whole by itself, apart from those that it was gathered with."""
     parameter.__class__ = TrainedParameter
     record_of(parameter).presence = Presence()
 
 
-def own(parameters: Iterable[nn.Parameter], owner: Owner) -> None:
-    """Give `owner` their gradients from now on."""
+def own(parameters: Iterable[nn.Parameter], owner: GradientOwner) -> None:
+    """Give `owner` the gradients of parameters from now on."""
     for parameter in parameters:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = TrainedParameter
@@ -418,38 +421,38 @@ def own(parameters: Iterable[nn.Parameter], owner: Owner) -> None:
 
 
 def give_to(engine: object, module: nn.Module) -> None:
-    """Note which engine has the module's parameters."""
+    """Record that `engine` has the module's parameters."""
     for parameter in module.parameters():
         record_of(parameter).engine = ref(engine)
 
 
 def engine_of(parameter: Tensor) -> Any:
-    """The engine that a parameter was given to; None for any other."""
+    """Return the engine that a parameter was given to; None for any other."""
     return record_of(parameter).engine()
 
 
 def disown(parameters: Iterable[nn.Parameter], whole: bool) -> None:
-    """Make them plain parameters again, if they are `whole`: their engine is closed."""
+    """Make parameters plain again if they are `whole`, as their engine is closed."""
     for parameter in parameters:
         record = record_of(parameter)
         record.owner = record.engine = _nobody
-        record.reading, record.closed = OURS, not whole
+        record.grad_reads, record.closed = DEFAULT_GRAD_READS, not whole
         if whole and type(parameter) is TrainedParameter:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def refuse_owned(module: nn.Module) -> None:
-    """Raise ModelError for a parameter of another engine that is still there, or of which a closed one has
-    left a shard."""
+    """Raise ModelError for a parameter of another live engine, or one of which a closed engine has left a
+    shard."""
     parameters = dict(module.named_parameters())
-    if parts := [name for name, parameter in parameters.items() if record_of(parameter).closed]:
+    if left := [name for name, parameter in parameters.items() if record_of(parameter).closed]:
         raise ModelError(
-            f"{parts[0]} was divided by an engine that is closed, so that its numbers are not whole here: "
+            f"{left[0]} was divided by an engine that is closed, so that its numbers are not whole here: "
             "build the model anew, and load what engine.save wrote. Without mesh.tp and mesh.pp, "
             "engine.close(gather=True) leaves it whole"
         )
     if any(engine_of(parameter) is not None for parameter in parameters.values()):
-        gc.collect()  # it may be gone, but for cycles
+        gc.collect()  # frees an engine that only cycles keep alive
     for name, parameter in parameters.items():
         if engine_of(parameter) is not None:
             raise ModelError(

@@ -10,7 +10,8 @@ this rank, and no two ranks ever wait for different operations:
   backward has left the block (`complete`), the root's at the end; the arrival of gradients, which may differ
   between ranks, decides nothing.
 
-Of a backward in two halves (`weight_gradients`) gradients come in the second alone, which gathers nothing.
+A backward in two halves (`weight_gradients`) makes the gradients of parameters in its second half, which
+gathers nothing.
 
 With several micro-batches or pipeline stages, a bucket's gradients are added up on the rank until the last
 backward that has some for it, unless every backward reduces its own.
@@ -41,7 +42,8 @@ gradients."""
 
 
 class Reducer:
-    """Follows the gradients of `buckets` (trainable ones, in registration order) through backward."""
+    """Reduces the gradients of `buckets` (trainable ones, in registration order) as backward completes
+    them."""
 
     def __init__(
         self,
@@ -50,8 +52,8 @@ class Reducer:
         gathers: bool = False,
         states: GradientStates | None = None,
     ) -> None:
-        """`stages`: those of this rank. `gathers`: backwards gather parameters, if only frozen ones.
-        `states`: which gradients are whole, under tensor parallelism."""
+        """`stages`: this rank's pipeline stages. `gathers`: True if backwards gather parameters, even only
+        frozen ones. `states`: which gradients are whole under tensor parallelism."""
         self._order = list(reversed(buckets))
         self._index: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index)
@@ -61,43 +63,44 @@ class Reducer:
         self._stages, self.states = {*stages}, states
         self._left: dict[Bucket, int] = {}  # backwards to come
         self._gathers, self._by_arrival = gathers, not gathers
-        self._whole = True  # the backward under way has no second half
-        # to be reduced in this backward: parameters without a gradient in it
+        self._whole = True  # True if the backward under way has no second half
+        # buckets to reduce in this backward: their parameters without a gradient so far
         self._waiting: dict[Bucket, set[int]] = {}
-        self._adding: set[Bucket] = set()  # whose gradients of this backward are only added up
+        self._adding: set[Bucket] = set()  # buckets whose gradients of this backward are only added up
         self._in_flight: deque[Bucket] = deque()
-        self._hooks: dict[Tensor, RemovableHandle] = {}  # hooks of parameters whose gradients are heard of
-        self._backward: Literal["own", "foreign"] | None = None  # the one under way
-        self._factor: float | None = (
-            None  # scales the gradients of the backward under way, unless they are scaled
-        )
-        # whose gradients autograd itself has to give, to be summed before they are taken
+        # hooks of the parameters whose gradients are reported
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        self._backward: Literal["own", "foreign"] | None = None  # the backward under way
+        self.factor: float | None = None
+        """The factor of the gradients of the backward under way, unless they are scaled already."""
+        # parameters whose gradients autograd must report itself, as they are summed before they are taken
         self._summed: Collection[Tensor] = () if states is None else states.summed
+        self.before: Callable[[Bucket], None] | None = None
+        """A callback before a bucket's gradients are reduced."""
         self.unannounced: Callable[[], None] = _refuse
-        """A callback for a gradient that no `begin` has announced; it does so."""
+        """A callback for a gradient that no `begin` announced; it begins the backward."""
 
     @property
     def is_last(self) -> bool:
-        """Whether no backward of the step begins any more."""
+        """True if no further backward of the step is to begin."""
         return not any(self._left.values())
 
     @property
     def under_way(self) -> bool:
-        """Whether a backward has begun and not ended: one that failed never does."""
+        """True if a backward has begun and not ended. One that failed never ends."""
         return self._backward == "own"
 
     @property
     def watched(self) -> bool:
-        """Whether parameters have hooks of the user's."""
-        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are released: it takes longer
+        """True if parameters have hooks of the user's."""
+        with torch._C.DisableTorchFunctionSubclass():  # reading them of released parameters takes longer
             return any(
                 p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > (p in self._hooks)
                 for p in self._index
             )
 
     def restart(self, microbatches: int) -> None:
-        """Begin a step of so many, before its first backward. Of a step before that did not end nothing is
-        under way any more."""
+        """Begin a step of so many micro-batches. An unfinished step before it is forgotten."""
         self._backward = None
         self.expect(microbatches)
         self._waiting.clear()
@@ -106,11 +109,11 @@ class Reducer:
         self._listen(self._order)
 
     def expect(self, microbatches: int) -> None:
-        """Say how many micro-batches' backwards come before the step is reduced, whatever was said before."""
+        """Set how many micro-batches' backwards come before the step is reduced."""
         self._left = {bucket: microbatches * len({*bucket.stages} & self._stages) for bucket in self._order}
 
     def close(self) -> None:
-        """Follow gradients no more."""
+        """Remove the gradient hooks."""
         while self._hooks:
             self._hooks.popitem()[1].remove()
 
@@ -118,38 +121,38 @@ class Reducer:
         """Begin a backward of `stage`, whose gradients count times `factor`. Not `last`: another one of the
         same micro-batch follows."""
         used = self._of(stage)
-        if factor is not None:  # then autograd cannot add them up
+        if factor is not None:  # autograd cannot add up scaled gradients
             self._take_back(used)
         self._begin(used, whole=True, last=last)
-        self._factor = factor
+        self.factor = factor
 
     def begin_foreign(self) -> None:
-        """Begin a backward that is for others and comes through here: its gradients are dropped."""
+        """Begin a backward of another engine's that passes through this model. Its gradients are dropped."""
         self._take_back(self._order)
         self._backward = "foreign"
 
     def begin_inputs(self, stage: int) -> None:
-        """Begin the first half of a backward of `stage`: no gradient of a parameter is taken, nor added by
-        autograd to what is here."""
+        """Begin the first half of a backward of `stage`: no parameter's gradient is taken, nor added by
+        autograd to the buffer."""
         self._take_back(self._of(stage))
 
     def begin_weights(self, stage: int) -> None:
-        """Begin the second half, which gathers no parameters."""
-        self.begin_inputs(stage)  # a whole backward may have come between
+        """Begin the second half of a backward of `stage`, which gathers no parameters."""
+        self.begin_inputs(stage)  # a whole backward may have come between the halves
         self._begin(self._of(stage), whole=False)
 
     def _of(self, stage: int) -> list[Bucket]:
         return [bucket for bucket in self._order if stage in bucket.stages]
 
     def _take_back(self, buckets: Sequence[Bucket]) -> None:
-        """Have autograd add nothing to sums itself, and hear of all gradients."""
+        """Make autograd add nothing to the buffers itself, and report every gradient."""
         self._listen(buckets)
         for bucket in buckets:
             bucket.gradients.take_back()
 
     def _begin(self, used: Sequence[Bucket], whole: bool, last: bool = True) -> None:
         self._by_arrival, self._whole = not (self._gathers and whole), whole
-        self._backward, self._factor = "own", None
+        self._backward, self.factor = "own", None
         for bucket in used if last else ():
             self._left[bucket] -= 1
         complete = [b for b in used if last and (b.gradients.sums.reduces_each or not self._left[b])]
@@ -158,25 +161,31 @@ class Reducer:
         self._adding = {*used} - {*complete}
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
-        """Note, in a backward, that `buckets` get no more gradients; those that are not reduced count for
-        nothing."""
+        """Note, in a backward, that `buckets` get no more gradients. Buckets that are not to be reduced are
+        ignored."""
         for bucket in [b for b in self._waiting if b in buckets]:
             self._reduce(bucket)
 
-    def end(self) -> None:
-        """End a backward: reduce what it left, parameters without gradient as zero, and wait for all
-        reductions."""
+    def end(self, waits: bool = True) -> None:
+        """End a backward: reduce the remaining buckets, with zero for parameters without gradient, and wait
+        for all reductions. Unless it `waits`, those that are the last of their bucket may be under way until
+        `finish`."""
         if self._backward == "foreign":
             self._backward = None
             return
         self.complete(self._order)
-        while self._in_flight:
-            self._finish_first()
+        if waits or any(self._left[bucket] for bucket in self._in_flight):
+            self.finish()
         self._backward = None
 
+    def finish(self) -> None:
+        """Wait for all reductions."""
+        while self._in_flight:
+            self._finish_first()
+
     def gradient_buffer(self, parameter: Tensor) -> Tensor | None:
-        """The tensor, in the second half of a backward, in which the parameter's gradients of this step are
-        summed, if there are some, in its own dtype, and nobody but this listens for another."""
+        """Return the buffer that sums the parameter's gradients of this step, in the second half of a
+        backward. None where there is none yet, where it has another dtype, or where another hook listens."""
         bucket, index = self._index[parameter]
         open = bucket in self._waiting or bucket in self._adding
         alone = parameter in self._hooks and len(parameter._post_accumulate_grad_hooks or ()) == 1
@@ -184,29 +193,28 @@ class Reducer:
         return bucket.gradients.sum_of(index) if open and alone else None
 
     def so_far(self, parameter: Tensor) -> Tensor | None:
-        """What this rank's backwards have added up of a parameter's gradient, where some have and none of
-        them was reduced. Between backwards."""
+        """Return the sum of this rank's gradients of the parameter in this step; None before the first, or
+        after a reduction. Between backwards."""
         bucket, index = self._index[parameter]
         self._take_back([bucket])
         return bucket.gradients.so_far(index)
 
     def added(self, parameter: Tensor) -> None:
-        """A whole gradient was added to what `gradient_buffer` gave."""
+        """Note that a complete gradient was added to `gradient_buffer`."""
         self._came(*self._index[parameter])
 
     def _listen(self, buckets: Sequence[Bucket]) -> None:
-        """Hear of every gradient of `buckets`: also of those that autograd would add up by itself, where
-        nobody has to know of them."""
+        """Hook every gradient of `buckets`, including those that autograd adds up by itself."""
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
-                # a script may have frozen it meanwhile
+                # a script may have frozen it since
                 if parameter not in self._hooks and parameter.requires_grad:
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(
                         self._arrival(bucket, index)
                     )
 
     def _arrival(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        # what autograd's own memory holds, Python's collector cannot free
+        # autograd's memory holds this function, and Python's collector cannot free cycles through it
         reducer, its = (weakref.ref(self), weakref.ref(bucket))
 
         def arrived(parameter: Tensor) -> None:
@@ -226,20 +234,20 @@ class Reducer:
             OWN_GRAD.__set__(parameter, None)
             return
         if bucket in self._adding:
-            if bucket.gradients.take(index, more=self._whole and self._factor is None, factor=self._factor):
-                self._hooks.pop(parameter).remove()  # until the last one
+            if bucket.gradients.take(index, more=self._whole and self.factor is None, factor=self.factor):
+                self._hooks.pop(parameter).remove()  # unhooked until the last backward
             return
         if bucket not in self._waiting:
             raise ModelError(f"parameter {bucket.layout.slots[index].name} "
                              "got a second gradient after its reduction began: "
                              "call backward once a micro-batch, "
                              "and use non-reentrant checkpoints")  # fmt: skip
-        bucket.gradients.take(index, factor=self._factor)
+        bucket.gradients.take(index, factor=self.factor)
         self._came(bucket, index)
 
     def _came(self, bucket: Bucket, index: int) -> None:
-        """The last gradient of this reduction for parameter `index` is in the buffer: what is complete, and
-        next, is reduced."""
+        """Note that parameter `index` has its last gradient of this reduction. Reduces the buckets that are
+        complete and next in order."""
         if bucket in self._waiting:
             self._waiting[bucket].discard(index)
         while self._by_arrival and self._waiting and not self._waiting[first := next(iter(self._waiting))]:
@@ -249,6 +257,8 @@ class Reducer:
         del self._waiting[bucket]
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_first()
+        if self.before is not None:
+            self.before(bucket)
         bucket.gradients.reduce()
         self._in_flight.append(bucket)
 

@@ -1,9 +1,9 @@
-"""Parameters whose memory comes and goes: what would read or write numbers that are not there raises
-ModelError, and says where these can be had.
+"""Parameters whose memory comes and goes: code that would read or write numbers that are not there raises
+ModelError, which says where they can be had.
 
-Invariant: the parameters of a bucket are `RELEASED` exactly while it is not whole, `GATHERED` while it is for
-its block, `AfterForward` from there until it is released, and `WHOLE` otherwise. Of those that are gathered
-only what methods give of their memory is followed. No communication."""
+Invariant: a bucket's parameters are `RELEASED` exactly while the bucket is not whole, `GATHERED` while it is
+whole for its block, `AfterForward` from the end of the block's forward until the release, and `IN_MEMORY`
+otherwise. Of gathered parameters only tensors that share their memory are followed. No communication."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from polyreme.errors import ModelError
 from polyreme.models.tensor_access import touching, writes
 from polyreme.zero.parameter import (
     FollowedParameter,
-    State,
+    InMemory,
+    ParameterState,
     WatchedParameter,
-    Whole,
     caller,
     in_backward,
     name_of,
@@ -29,13 +29,14 @@ from polyreme.zero.parameter import (
 )
 
 
-class ForATime(Whole):
-    """The numbers are in memory that is freed behind the block."""
+class ForATime(InMemory):
+    """The numbers are in memory that is freed after the block."""
 
     kind = FollowedParameter
 
     def taken(self, parameter: Tensor, found: Any) -> Any:
-        """What torch's own code takes, it lets go in time, and compiled code knows no `View`."""
+        """Wrap the result of a script's call that shares the memory in a `ParameterView`. torch's own code
+        drops its results in time, and compiled code knows no `ParameterView`."""
         torchs = caller().f_globals.get("__name__", "").startswith("torch.")
         return found if torchs else followed(parameter, found)
 
@@ -49,13 +50,13 @@ class ForATime(Whole):
 
 
 class AfterForward(ForATime):
-    """The forward of the block is over. A use with a backward, which will read the memory, is told of, so
-    that it stays."""
+    """The forward of the block is over. A use that has a backward, which will read the memory, is reported,
+    so that the memory stays."""
 
     kind = WatchedParameter
 
     def __init__(self, tell: Callable[[], Callable[[], object] | None]) -> None:
-        """tell: a weak reference to what tells."""
+        """tell: a weak reference to the callback that reports it."""
         self._tell = tell
 
     def after(self, result: Any) -> None:
@@ -68,18 +69,19 @@ class AfterForward(ForATime):
 GATHERED = ForATime()
 
 
-class View(Tensor):
-    """What shares the memory of a parameter that is gathered: read while its block has it, refused
-    afterwards. What an operator makes of it is plain. It may be of another tensor that is not to be written
-    to, too, as its `state` says."""
+class ParameterView(Tensor):
+    """A tensor that shares the memory of a gathered parameter: readable while its block has it, refused
+    afterwards. Results of operators are plain tensors.
+
+    By its `state` it may also guard another tensor that must not be written."""
 
     parameter: Tensor
-    state: State
+    state: ParameterState
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = (args, kwargs or {})
-        views = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, View)]
+        views = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, ParameterView)]
         copies = False
         if (name := touching(func)) is not None:
             for parameter in (view.parameter for view in views if not state_of(view.parameter).there):
@@ -91,12 +93,12 @@ class View(Tensor):
                     "parameter inside `with engine.full_parameters():`"
                 )
             sets = getattr(func, "__name__", "") == "__set__"
-            if writes(name, *inputs, View) or (sets and isinstance(args[0], View)):
+            if writes(name, *inputs, ParameterView) or (sets and isinstance(args[0], ParameterView)):
                 views[0].state.refuse_writing(name, views[0].parameter)
             copies = sets or name in _LEAVES_TORCH
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = pytree.tree_map_only(
-                View, lambda view: (view.clone() if copies else view).as_subclass(Tensor), inputs
+                ParameterView, lambda view: (view.clone() if copies else view).as_subclass(Tensor), inputs
             )
             result = func(*args, **kwargs)
             for view in views:
@@ -112,18 +114,18 @@ class View(Tensor):
 
 
 _LEAVES_TORCH = {"numpy", "__array__", "__dlpack__", "set_"}
-"""Functions behind which nobody follows the memory: they get a copy."""
+"""Functions whose result nobody can follow: they get a copy."""
 
 
-def view_of(parameter: Tensor, numbers: Tensor, state: State = GATHERED) -> View:
-    """`numbers`, which are in the memory of a parameter."""
-    view = numbers.as_subclass(View)
+def view_of(parameter: Tensor, numbers: Tensor, state: ParameterState = GATHERED) -> ParameterView:
+    """Return `numbers`, which lie in the memory of a parameter, as a `ParameterView`."""
+    view = numbers.as_subclass(ParameterView)
     view.parameter, view.state = parameter, state
     return view
 
 
-def followed(parameter: Tensor, taken: Any, state: State = GATHERED) -> Any:
-    """`taken`, in which each tensor that shares the parameter's memory is a `View`."""
+def followed(parameter: Tensor, taken: Any, state: ParameterState = GATHERED) -> Any:
+    """Return `taken` with each tensor that shares the parameter's memory as a `ParameterView`."""
 
     def follow(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter) or not torch._C._is_alias_of(tensor, parameter):  # type: ignore[attr-defined]
@@ -134,8 +136,8 @@ def followed(parameter: Tensor, taken: Any, state: State = GATHERED) -> Any:
 
 
 def refuse_loading(model: nn.Module) -> list[RemovableHandle]:
-    """Have `load_state_dict` of the model, or of a part of it, raise ModelError where it reaches a released
-    parameter. Left to torch, it becomes a RuntimeError."""
+    """Make `load_state_dict` of the model, or of a module in it, raise ModelError where it reaches a released
+    parameter. torch would turn the error into a RuntimeError."""
     return [module.register_load_state_dict_pre_hook(_before_loading) for module in model.modules()]
 
 
@@ -145,7 +147,7 @@ def _before_loading(module: nn.Module, *_: object) -> None:
 
 
 def refuse_transforms(what: str) -> None:
-    """Raise ModelError inside a function transform that differentiates, which would follow the gather of
+    """Raise ModelError inside a torch.func transform that differentiates, which would record the gather of
     `what`."""
     kinds = torch._C._functorch.TransformType
     levels = torch._C._functorch.get_interpreter_stack() or ()

@@ -1,28 +1,29 @@
-"""A ZeRO stage is a value: which of parameters, gradients and optimizer states a rank holds whole, and which
-only its shard of.
+"""A ZeRO stage as a value: whether a rank holds parameters, gradients and optimizer states whole or only its
+shard.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
-"""
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Extent = Literal["full", "shard"]
+FullOrShard = Literal["full", "shard"]
 
 
 @dataclass(frozen=True)
 class Residency:
-    """What each rank keeps of a bucket between its uses."""
+    """Which of a bucket's parameters, gradients and states each rank keeps whole between their uses, and of
+    which it keeps a shard."""
 
-    params: Extent
-    grads: Extent
-    states: Extent
+    params: FullOrShard
+    grads: FullOrShard
+    states: FullOrShard
 
     @classmethod
     def of_stage(cls, stage: int) -> Residency:
-        """Stage 0: everything whole. 1: states in shards. 2: gradients too. 3: parameters too."""
+        """Return the residency of a ZeRO stage. 0: everything whole. 1: states in shards. 2: gradients too.
+        3: parameters too."""
         return cls(
             params="shard" if stage >= 3 else "full",
             grads="shard" if stage >= 2 else "full",

@@ -1,188 +1,83 @@
-"""Optimizers on flat shards: any elementwise torch.optim class runs on the contiguous pieces of a bucket's
-master shard.
+"""The optimizer over all buckets of a rank, and what is read ahead for them from files.
 
-On a CPU one piece after another, by a kernel that goes through memory once where there is one
-(`optim.cpu_kernels`); on a device all pieces of a group at once, in one fused kernel. Masters and states are
-in the memory of the device, or in a tier, from which they come extent by extent to be updated on the CPU.
-
-Invariants: a piece is of one optimizer group and begins and ends at multiples of ALIGN, so that results do
-not depend on the cut; a parameter that got no gradient on any rank in a step is left alone in that step, its
-step count too, as torch does.
-Communication: none here but what `Bucket.publish` begins.
-"""
+Communication: none but what `Bucket.publish` begins."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import groupby
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from polyreme.layout.intervals import overlap
-from polyreme.layout.region import MASTER
-from polyreme.optim.cpu_kernels import Workers
+from polyreme.offload.store import Stream
 from polyreme.optim.groups import Group
-from polyreme.optim.quantized_states import QuantizedKernel, States
+from polyreme.optim.quantized_states import States
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.optimizer_state import OptimizerState
-from polyreme.zero.pieces import Piece, Pieces
+from polyreme.zero.bucket_optimizer import BucketOptimizer
+from polyreme.zero.offload_tiers import OffloadTiers
 
 
-class Update:
-    """The optimizer of one bucket: a torch optimizer for each group in it."""
+class ShardedOptimizer:
+    """The optimizer of all trainable `buckets` of a rank: that of each bucket, one after the other."""
 
-    def __init__(self, bucket: Bucket, groups: Sequence[Group], compact: States | None = None) -> None:
-        """See `Pieces`."""
-        self.bucket, self._pieces = bucket, Pieces(bucket, groups, compact)
-        self.state = OptimizerState(self._pieces)
-        """All masters and states, to a checkpoint and back."""
-        self.offloaded, self.one_by_one = self._pieces.offloaded, self._pieces.one_by_one
-        # all that an update needs is in its place, so that several are updated at a time
-        self._stays = (
-            self.offloaded is None or self.offloaded.store.in_memory
-        ) and bucket.gradients.extents is None
-        self._workers = Workers()
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        offload: OffloadTiers,
+        groups: Sequence[Group],
+        compact: States | None,
+    ) -> None:
+        """`offload` has the buckets' stores. `groups` and `compact`: see `Pieces`."""
+        self._optimizers = [BucketOptimizer(bucket, groups, compact) for bucket in buckets]
+        self._offload = offload
+        self._states: Stream | None = None
+        self._gradients: Stream | None = None
+
+    def __iter__(self) -> Iterator[BucketOptimizer]:
+        return iter(self._optimizers)
 
     @property
-    def order(self) -> list[int]:
-        """The extents in the order in which `step` takes them."""
-        return [] if self.offloaded is None else [extent.number for extent in self.offloaded]
+    def nbytes(self) -> int:
+        """Bytes of the optimizers' own states in device memory."""
+        return sum(optimizer.nbytes() for optimizer in self)
 
-    @torch.no_grad()
+    def forget(self) -> None:
+        """Drop all optimizers and their states."""
+        self._optimizers = []
+
+    def read_states(self) -> None:
+        """Begin to read the states that the update begins with, where they are in a store."""
+        store = self._offload.store
+        if store is not None and self._states is None:
+            self._states = store.stream([extent for optimizer in self for extent in optimizer.order])
+
+    def read_gradients(self) -> None:
+        """Begin to read the gradients, once all are stored, where they are in files."""
+        extents = [extent for optimizer in self for extent in optimizer.bucket.gradients.extents or ()]
+        if self._offload.gradients is not None and extents:
+            self._gradients = self._offload.gradients.stream(extents, write=False)
+
     def step(
         self,
         factor: float,
         options: Sequence[Mapping[str, Any]],
-        unused: Collection[int] = (),
-        stream: Iterable[Tensor] = (),
-        count: int = 0,
-        gradient_extents: Iterable[Tensor] = (),
+        unused: Mapping[Bucket, Collection[int]],
+        count: int,
     ) -> None:
-        """One optimizer step from the bucket's reduced gradients times `factor`, with these `options` (lr,
-        ...) of each group; and the new parameters, rounded.
+        """Make one optimizer step from the gradients times `factor`, and send one bucket's parameters while
+        the next is updated. The other arguments are those of `BucketOptimizer.step`."""
+        works = []
+        for optimizer in self:
+            bucket = optimizer.bucket
+            absent = unused.get(bucket, ())
+            optimizer.step(factor, options, absent, self._states or (), count, self._gradients or ())
+            works.append(bucket.publish())
+        if self._states is not None:
+            self._states.close()  # waits until everything is written
+        for work in works:
+            work.settle()  # a script may write to parameters from here on
 
-        `unused` are the indices of parameters that no rank has a gradient for. `stream`: an iterator over
-        extents, from this bucket's on. `count`: steps before this one. `gradient_extents`: an iterator
-        likewise over extents of gradients, if they are in files."""
-        self.bucket.require("params", "masters", "states")
-        self._pieces.options = [*options]
-        grad = self.bucket.gradients.numbers() if self.bucket.gradients.extents is None else None
-        absent = [slot for index in unused if (slot := self.bucket.layout.slots[index]).size]
-        for slot in absent:
-            self._pieces.isolate(slot)
-        for at, optimizer in self._pieces.optimizers.items():
-            for group in optimizer.param_groups:
-                group.update(
-                    {
-                        key: options[at][key]
-                        for key in group
-                        if key not in ("params", "fused") and key in options[at]
-                    }
-                )
-        left_out = {p for p in self._pieces if any(overlap(p.interval, slot) for slot in absent)}
-        if not self.one_by_one:
-            assert grad is not None
-            for at in self._pieces.optimizers:
-                if pieces := [
-                    piece for piece in self._pieces if piece.interval.group == at and piece not in left_out
-                ]:
-                    self._at_once(at, pieces, grad, factor)
-            self.bucket.round()
-            return
-        target = self.bucket.rounded(keep=bool(left_out))
-        coming = iter(stream)
-        gradients, dtype = iter(gradient_extents), self.bucket.gradients.sums.reduce
-        for extent, turn in groupby(self._pieces, lambda piece: piece.extent):
-            memory = None if extent is None else next(coming)
-            gradient, start = grad, None
-            if gradient is None and extent is not None:
-                gradient, start = next(gradients).view(dtype), extent.interval.start
-            assert gradient is not None
-            for piece in turn:
-                if piece not in left_out:
-                    self._one(
-                        piece,
-                        memory,
-                        self._pieces.view(gradient, piece.interval, start),
-                        factor,
-                        self._pieces.view(target, piece.interval),
-                        count,
-                    )
-        self._workers.finish()
-        if self.bucket.transfer is not None:
-            self.bucket.transfer.arrive()
-
-    def _one(
-        self, piece: Piece, memory: Tensor | None, gradient: Tensor, factor: float, target: Tensor, count: int
-    ) -> None:
-        """The step of a piece, whose extent's bytes are in `memory` where it has one; `target` gets the new
-        parameters."""
-        tensor = piece.tensor
-        recorded: dict[str, Tensor] = {}
-        if piece.extent is not None and memory is not None:
-            recorded = {
-                kind: piece.within(piece.extent, field.of(memory))
-                for kind, field in piece.extent.fields.items()
-            }
-            tensor = recorded.pop(MASTER)
-            if (
-                self._pieces.compact is None
-                and piece.fresh
-                and (made := self._pieces.begin_states(piece, tensor))
-            ):
-                piece.state, piece.fresh = made, False  # made by the optimizer itself, not by its first step
-                for kind, field in recorded.items():
-                    field.copy_(made[kind])
-        assert tensor is not None
-        state, kernel = {**piece.state, **recorded}, self._pieces.kernel(piece)
-        if isinstance(kernel, QuantizedKernel) and not kernel.counts and not piece.fresh:
-            state["step"] = torch.tensor(float(count))
-        step = partial(
-            kernel.step,
-            tensor,
-            gradient.to(tensor.device),
-            state,
-            factor,
-            first=piece.fresh,
-            at=self._pieces.random_offset + piece.interval.start,
-            later=self._stays,
-        )
-        if self.bucket.transfer is None or self.bucket.is_offloaded:
-            self._workers.do(step(out=target if target.data_ptr() != tensor.data_ptr() else None))
-        else:
-            self.bucket.transfer.send(target, lambda numbers: step(out=numbers), self._workers)
-        left_out = {
-            *recorded,
-            *(("step",) if isinstance(kernel, QuantizedKernel) and not kernel.counts else ()),
-        }
-        piece.state = {kind: value for kind, value in state.items() if kind not in left_out}
-        piece.fresh = False
-
-    def _at_once(self, group: int, pieces: Sequence[Piece], grad: Tensor, factor: float) -> None:
-        """The step of pieces of one group, in one kernel."""
-        optimizer = self._pieces.optimizers[group]
-        tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
-        gradients = [
-            self._pieces.view(grad, piece.interval).to(tensor.dtype)
-            for piece, tensor in zip(pieces, tensors, strict=True)
-        ]
-        if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
-        for piece, tensor, gradient in zip(pieces, tensors, gradients, strict=True):
-            tensor.grad, piece.fresh = gradient, False
-            optimizer.state[tensor] = piece.state
-        optimizer.param_groups[0]["params"] = tensors
-        optimizer.step()
-        for tensor in tensors:
-            tensor.grad = None
-
-    def nbytes(self) -> int:
-        """Bytes of the optimizer's own states in the device's memory."""
-        return 0 if "states" in self.bucket.asleep else sum(tensor.nbytes for tensor in self.on_device())
-
-    def on_device(self) -> list[Tensor]:
-        """The optimizer's own states that are in the device's memory."""
-        return [t for piece in self._pieces for t in piece.state.values() if isinstance(t, Tensor)]
+    def clear(self) -> None:
+        """Drop what was read ahead."""
+        for stream in (self._states, self._gradients):
+            if stream is not None:
+                stream.close()
+        self._states = self._gradients = None

@@ -1,8 +1,8 @@
-"""Memory of an engine's buckets that leaves the device between two steps, and comes back: for a script that
-needs the device for something else meanwhile.
+"""Memory of an engine's buckets that leaves the device between two steps and comes back, for scripts that
+need the device in between.
 
-Invariant: what is away is refused (`Bucket.require`); tensors and the views of them stay the same ones, of
-memory that is empty meanwhile. No communication."""
+Invariant: what is away is refused (`Bucket.require`); tensors and their views stay the same objects, on
+storages that are empty meanwhile. No communication."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from torch import Tensor, UntypedStorage
 
 from polyreme.errors import ModelError
 from polyreme.offload.activations import bytes_of
-from polyreme.zero.bucket import ASLEEP, KINDS, Bucket, Kind
-from polyreme.zero.parameter import RELEASED, WHOLE
-from polyreme.zero.sharded_optimizer import Update
+from polyreme.zero.bucket import ASLEEP, MEMORY_KINDS, Bucket, MemoryKind
+from polyreme.zero.bucket_optimizer import BucketOptimizer
+from polyreme.zero.parameter import IN_MEMORY, RELEASED
 
 
 class Sleep:
-    """What of `buckets` and of `updates`, their optimizers, is away."""
+    """Moves memory of `buckets`, and of their `optimizers`, off the device and back."""
 
-    def __init__(self, buckets: Sequence[Bucket], updates: Iterable[Update]) -> None:
-        self._buckets, self._updates = buckets, updates
-        self._kept: list[tuple[UntypedStorage, Tensor]] = []  # empty ones, and what was in them
-        self.kinds: dict[Kind, str] = {}
+    def __init__(self, buckets: Sequence[Bucket], optimizers: Iterable[BucketOptimizer]) -> None:
+        self._buckets, self._optimizers = buckets, optimizers
+        self._kept: list[tuple[UntypedStorage, Tensor]] = []  # emptied storages, and their contents
+        self.kinds: dict[MemoryKind, str] = {}
 
     def refuse(self) -> None:
         """Raise ModelError if anything is away."""
         if self.kinds:
             raise ModelError(ASLEEP.format(", ".join(sorted(self.kinds)), min(self.kinds.values())))
 
-    def sleep(self, kinds: Collection[Kind], pin: bool, since: str) -> None:
-        """Have these be in host memory, which is pinned if so said; gradients are let go of, as there are
-        none between steps. since: what was called, and what undoes it."""
-        if any(bucket.is_summoned for bucket in self._buckets):
+    def sleep(self, kinds: Collection[MemoryKind], pin: bool, since: str) -> None:
+        """Move these kinds of memory to the host, pinned if `pin`. Gradients are dropped, as there are none
+        between steps. since: names the call that did it and the one that undoes it, for errors."""
+        if any(bucket.is_exposed for bucket in self._buckets):
             raise ModelError(
                 "engine.sleep() inside of engine.full_parameters(): call it behind the with block"
             )
-        for kind in KINDS:
+        for kind in MEMORY_KINDS:
             if kind in kinds and kind not in self.kinds:
                 self._take(kind, pin, since)
                 self.kinds[kind] = since
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def wake(self) -> tuple[Kind, ...]:
-        """Have all be where it was. Returns what was away."""
+    def wake(self) -> tuple[MemoryKind, ...]:
+        """Move everything back. Returns the kinds that were away."""
         with torch.no_grad(), torch.inference_mode(False):
             while self._kept:
                 storage, kept = self._kept.pop()
@@ -54,13 +54,13 @@ class Sleep:
                 bytes_of(storage).copy_(kept)
         for bucket in self._buckets:
             if "params" in bucket.asleep and not bucket.sharded:
-                bucket.presence.become(WHOLE, bucket.parameters)
+                bucket.presence.become(IN_MEMORY, bucket.parameters)
             bucket.asleep.clear()
         found = tuple(self.kinds)
         self.kinds.clear()
         return found
 
-    def _take(self, kind: Kind, pin: bool, since: str) -> None:
+    def _take(self, kind: MemoryKind, pin: bool, since: str) -> None:
         for bucket in self._buckets:
             bucket.release()
             bucket.settle()
@@ -72,7 +72,7 @@ class Sleep:
                 bucket.presence.become(RELEASED, bucket.parameters)
         for tensor in self._memory(kind):
             storage = tensor.untyped_storage()
-            # that of ranks which share memory, or of a file, stays
+            # storage that ranks share, or that maps a file, stays
             if storage.resizable() and storage.nbytes():
                 kept = torch.empty(
                     storage.nbytes(), dtype=torch.uint8, pin_memory=pin and tensor.device.type == "cuda"
@@ -81,11 +81,11 @@ class Sleep:
                 storage.resize_(0)
                 self._kept.append((storage, kept))
 
-    def _memory(self, kind: Kind) -> Iterable[Tensor]:
-        """Tensors that have all the device's memory of a kind."""
+    def _memory(self, kind: MemoryKind) -> Iterable[Tensor]:
+        """Return the tensors that hold all device memory of a kind."""
         if kind == "states":
-            for update in self._updates:
-                yield from update.on_device() if update.offloaded is None else ()
+            for optimizer in self._optimizers:
+                yield from optimizer.on_device() if optimizer.offloaded is None else ()
         for bucket in self._buckets:
             if kind == "masters" and bucket.has_copy and bucket.master is not None:
                 yield bucket.master

@@ -1,1 +1,1 @@
-"""Checkpoints of other systems, and of Hugging Face."""
+"""Formats of checkpoints that are read: of Hugging Face, DeepSpeed and torch.distributed.checkpoint."""

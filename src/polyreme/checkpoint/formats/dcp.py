@@ -1,9 +1,9 @@
 """Reads and writes the directories of `torch.distributed.checkpoint` (DCP).
 
 `.metadata`, a pickle, says into which boxes each tensor is cut, and at which bytes of which `*.distcp` file
-each is: an archive of `torch.save`. The pickle is read by an unpickler that knows the metadata's own classes
-alone, and makes inert objects of them.
-Invariant: files are mapped, and `read` touches the bytes asked for alone. No communication.
+each box is, as an archive of `torch.save`. The pickle is read by an unpickler that knows only the metadata's
+own classes, and makes inert objects of them.
+Invariant: files are mapped, and `read` touches only the bytes asked for. No communication.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from polyreme.errors import CheckpointError
 from polyreme.layout.intervals import Interval, ceil_div, overlap
 
 METADATA = ".metadata"
-SMALL = 1 << 16  # bytes; of what is no tensor, larger objects are not looked at
+SMALL = 1 << 16  # bytes; larger objects that are no tensors are not loaded
 OPTIMIZER_KEY = re.compile(r"(?:[^.]+\.)?optim\w*\.state\.(.+)\.([^.]+)")
 RATE_KEY = re.compile(r"(?:[^.]+\.)?optim\w*\.param_groups\.(?:.+\.)?lr")
-CELLS = 1 << 26  # parts of a tensor: no run has so many, and a file that says so must not fill the memory
+CELLS = 1 << 26  # chunks of a tensor: no run has so many, and a file that says so must not fill the memory
 RATES = 64  # learning rates that are looked at: there may be one for each parameter
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -51,11 +51,11 @@ STOOD_IN = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
 }
-"""Classes and functions that a `.metadata` names, and that are replaced by inert ones."""
+"""The classes and functions that a `.metadata` names, all replaced by inert classes."""
 
 
 class _Inert(torch_archive.StandIn):
-    """Keeps the state of an object whose class has a `__setstate__` of its own, a tuple, in `args`."""
+    """A stand-in that keeps a pickled state which is not a dict, such as a tuple, in `args`."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
@@ -85,7 +85,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Chunk(NamedTuple):
-    """A box of a tensor, and the bytes [start, stop) of a file of the folder that it is in."""
+    """A box of a tensor, and the bytes [start, stop) of the folder's file with its archive."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -97,10 +97,10 @@ class _Chunk(NamedTuple):
 class DCPCheckpoint:
     """An open directory of `torch.distributed.checkpoint`: a `Source`.
 
-    Weights are under "model", as in `{"model": ..., "optim": ...}` from `get_state_dict` (within an object
-    such as "app", too), or by themselves; the optimizer's states under any "optim..."; `others` are the keys
-    that are neither. `state` is what else is known, and `ranks` how many wrote it. Opening raises
-    CheckpointError for what is damaged or refused."""
+    Weights are those under the key "model", as in `{"model": ..., "optim": ...}` from `get_state_dict` (also
+    within an object such as "app"), or, if there are none, all tensors at the top; the optimizer's states are
+    those under any "optim...". others: the keys that are neither. Opening raises CheckpointError for files
+    that are damaged or refused."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -145,9 +145,9 @@ class DCPCheckpoint:
                 self._copy(key, info.dtype, chunk, box, target)
         return out.view(info.dtype)
 
-    def contributions(self, part: int, parts: int) -> list[int]:
-        """See `Source`: of each member of each tensor's archives, which have the CRC-32 of every member."""
-        return torch_archive.contributions(self._members, part, parts)
+    def contributions(self, share: int, shares: int) -> list[int]:
+        """See `Source`; one number for each member of the tensors' archives, which have its CRC-32."""
+        return torch_archive.contributions(self._members, share, shares)
 
     def compare(self, contributions: Sequence[int]) -> None:
         """See `Source`."""
@@ -155,7 +155,7 @@ class DCPCheckpoint:
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """Learning rates, and plain values of the user's own, such as a step."""
+        """The learning rates, and the plain values that the user saved, such as a step, by key."""
         found: dict[str, Any] = {}
         rates: set[float] = set()
         for path, (file, start, stop) in self._objects.items():
@@ -163,7 +163,7 @@ class DCPCheckpoint:
             if stop - start > SMALL or (len(rates) >= RATES if rate else ".param_groups." in path):
                 continue
             try:
-                value = torch_archive.load_part(self.path / file, start, stop)
+                value = torch_archive.load_range(self.path / file, start, stop)
             except CheckpointError:  # some object of the user's
                 continue
             if rate and isinstance(value, int | float):
@@ -174,7 +174,7 @@ class DCPCheckpoint:
 
     @cached_property
     def ranks(self) -> int:
-        """How many processes wrote it, by the names of its files."""
+        """The number of processes that wrote it, by the names of its files."""
         return len({name.split("_")[2] for name in self._sizes if re.match(r"__\d+_", name)})
 
     @cached_property
@@ -189,7 +189,7 @@ class DCPCheckpoint:
         ]
 
     def _open(self, metadata: Any) -> None:
-        """Take what is needed out of the metadata, checked."""
+        """Check the metadata, and keep of it the chunks, objects, kinds and names."""
         locations = {
             (
                 index.fqn,
@@ -220,23 +220,24 @@ class DCPCheckpoint:
             if sum(prod(chunk.sizes) for chunk in self._chunks[key]) != prod(infos[key].shape):
                 raise damaged(self.path / METADATA, f"the parts of {key!r} leave gaps, or overlap")
         found = {key: _kind_and_name(paths.get(key, (key,))) for key in infos}
-        if not any(named and named[0] == MODEL for named in found.values()):
+        if not any(known and known[0] == MODEL for known in found.values()):
             found |= {
                 key: (MODEL, key)
-                for key, named in found.items()
-                if named is None and len(paths.get(key, (key,))) == 1
+                for key, known in found.items()
+                if known is None and len(paths.get(key, (key,))) == 1
             }
-        self.others = [key for key, named in found.items() if named is None]
+        self.others = [key for key, known in found.items() if known is None]
         self._keys: dict[str, dict[str, str]] = {MODEL: {}}
-        for key, named in found.items():
-            if named is not None:
-                self._keys.setdefault(named[0], {})[named[1]] = key
+        for key, known in found.items():
+            if known is not None:
+                self._keys.setdefault(known[0], {})[known[1]] = key
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = {
             kind: {name: infos[key] for name, key in names.items()} for kind, names in self._keys.items()
         }
 
     def _locate(self, info: Any) -> tuple[str, int, int]:
-        """The file and the bytes of one item."""
+        """The file of one item, and its first byte and end there. Raises CheckpointError where it has
+        fewer."""
         name, start, length = info.relative_path, *_ints((info.offset, info.length))
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
@@ -255,7 +256,7 @@ class DCPCheckpoint:
         return name, start, start + length
 
     def _copy(self, key: str, dtype: torch.dtype, chunk: _Chunk, box: _Box, target: Tensor) -> None:
-        """Copy what is in the chunk of the box into `target`, the bytes of the box."""
+        """Copy the elements that the chunk and the box share into `target`, the bytes of the box."""
         both = [
             overlap(Interval(a, a + n), Interval(b, b + m))
             for a, n, b, m in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)
@@ -265,17 +266,17 @@ class DCPCheckpoint:
         source = self._bytes(key, dtype, chunk)
         width = dtype.itemsize
         views = []
-        for tensor, part in ((target, box), (source, chunk)):
-            view = tensor.view(*part.sizes[:-1], part.sizes[-1] * width)
+        for tensor, whole in ((target, box), (source, chunk)):
+            view = tensor.view(*whole.sizes[:-1], whole.sizes[-1] * width)
             for dim, inside in enumerate(both):
                 scale = width if dim == len(both) - 1 else 1
-                view = view.narrow(dim, (inside.start - part.offsets[dim]) * scale, inside.size * scale)
+                view = view.narrow(dim, (inside.start - whole.offsets[dim]) * scale, inside.size * scale)
             views.append(view)
         views[0].copy_(views[1])
 
     def _bytes(self, key: str, dtype: torch.dtype, chunk: _Chunk) -> Tensor:
-        """The bytes of a chunk's elements, in their order: a view of the mapped file, or of a copy where it
-        is not in that order there."""
+        """The bytes of a chunk's elements, in row-major order: a view of the mapped file, or a copy where the
+        file has another order."""
         if chunk.file not in self._mapped:
             file = str(self.path / chunk.file)
             self._mapped[chunk.file] = torch.from_file(
@@ -283,7 +284,7 @@ class DCPCheckpoint:
             )
         mapped, count = self._mapped[chunk.file], prod(chunk.sizes) * dtype.itemsize
         if chunk not in self._begins:
-            tensor = torch_archive.load_part(self.path / chunk.file, chunk.start, chunk.stop, data=False)
+            tensor = torch_archive.load_range(self.path / chunk.file, chunk.start, chunk.stop, data=False)
             data = [
                 each
                 for each in torch_archive.members(self.path / chunk.file, chunk.start, chunk.stop)
@@ -327,8 +328,8 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _kind_and_name(path: Sequence[Any]) -> tuple[str, str] | None:
-    """The kind and name of a tensor, by its keys within the objects that were saved; None where they do not
-    say."""
+    """The kind and name of a tensor, from the keys that lead to it in the saved objects; None where they tell
+    neither."""
     names = [str(name) for name in path]
     for depth in (0, 1):
         if len(names) > depth + 1 and names[depth] == "model":
@@ -343,8 +344,8 @@ class _Box(NamedTuple):
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, _Box]]:
-    """The boxes that elements [start, stop) of a flattened tensor are, in order, each with its first
-    element's place among these."""
+    """Cut the elements [start, stop) of a flattened tensor into boxes, in order. Yields each with the number
+    of elements before it."""
     if start >= stop:
         return
     row = prod(shape[1:])
@@ -385,19 +386,19 @@ def _covered(shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> bool:
 
 
 def write_dcp(source: Source, path: str | Path, param_groups: Sequence[Mapping[str, Any]] = ()) -> Path:
-    """Write a checkpoint of any format as a directory of `torch.distributed.checkpoint`, by this process
-    alone, one tensor at a time.
+    """Write a checkpoint of any format as a directory of `torch.distributed.checkpoint`, in this process
+    only, one tensor at a time. Returns its path.
 
-    Its keys are those of `{"model": ..., "optim": ...}` with what torch's `get_state_dict` returns:
+    Its keys are those of `{"model": ..., "optim": ...}` with the dicts that torch's `get_state_dict` returns:
     "model.NAME", in full precision where the source has it, and "optim.state.NAME.KIND". param_groups: the
     optimizer's groups, in order, each with its hyperparameters and the names of its "params"; without them
     `torch.distributed.checkpoint.load` takes the states only with a planner that allows a partial load.
-    Raises CheckpointError where `path` is in use."""
+    Raises CheckpointError where the folder `path` is not empty."""
     path = Path(path)
     with reading(path):
         if path.exists() and any(path.iterdir()):
             raise CheckpointError(f"{path} is not empty: name a new folder for the checkpoint")
-    # Not at the top: this is a format's library here, and not communication.
+    # Not at the top: we use it as the library of a file format, not for communication.
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
     from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
@@ -417,7 +418,7 @@ def write_dcp(source: Source, path: str | Path, param_groups: Sequence[Mapping[s
                 locations[f"optim.state.{name}.{kind}"] = (kind, name)
 
     class Planner(DefaultSavePlanner):
-        """Reads a tensor when it is to be written."""
+        """Reads each tensor from the source when it is written."""
 
         def resolve_data(self, write_item: WriteItem) -> Any:
             if write_item.type == WriteItemType.BYTE_IO:

@@ -1,11 +1,11 @@
 """Reads the checkpoints that DeepSpeed's ZeRO stages 1, 2 and 3 write (https://arxiv.org/abs/1910.02054),
 without DeepSpeed.
 
-A rank's `*_optim_states.pt` has its partition of flat vectors: at stages 1 and 2 of one for each parameter
-group, all its parameters end to end, cut among the ranks; at stage 3 each parameter is cut by itself into
-equal parts, and a rank's vectors are the ends of its parts. `*_model_states.pt` has names, shapes, buffers,
-and at stages 1 and 2 the weights in the dtype of the computation.
-Invariant: files are mapped, and `read` touches the bytes asked for alone. No communication.
+A rank's `*_optim_states.pt` has its partition of flat vectors. At stages 1 and 2 each parameter group is one
+vector, of all its parameters end to end, which is cut among the ranks. At stage 3 each parameter is cut into
+one equal shard for each rank, and a rank's vector is its shards end to end. `*_model_states.pt` has names,
+shapes and buffers, and at stages 1 and 2 the weights in the dtype of the computation.
+Invariant: files are mapped, and `read` touches only the bytes asked for. No communication.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from polyreme.layout.intervals import Interval, ceil_div, overlap
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 EXTRA = "deepspeed"
-"""Where `DeepSpeedCheckpoint.extra` has what is not tensors."""
+"""The key of `DeepSpeedCheckpoint.extra`."""
 OWN = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
     *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps"),
@@ -39,13 +39,13 @@ OWN = {
     *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts"),
     *("autotp_uc_info", "universal_checkpoint_info"),
 }
-"""What DeepSpeed itself writes beside the client state."""
+"""The keys that DeepSpeed itself writes; others are of the client state."""
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
 def find(path: Path) -> Path | None:
-    """The folder with a checkpoint's files: `path` itself, or the one in it that its file `latest` names;
-    None if neither has any. Raises CheckpointError where `latest` names one that is elsewhere."""
+    """Return the folder with a checkpoint's files: `path` itself, or the one in it that its file `latest`
+    names; None if neither has any. Raises CheckpointError where `latest` names a folder outside of `path`."""
     if _has_files(path):
         return path
     with reading(path):
@@ -63,7 +63,7 @@ def find(path: Path) -> Path | None:
 
 
 def _leads_to_files(target: Path) -> bool:
-    """Whether what a file names is a folder with files (see `_has_files`); it may be no path at all."""
+    """Whether `target` is a folder with a checkpoint's files; it may be no valid path at all."""
     try:
         return _has_files(target)
     except (CheckpointError, ValueError):
@@ -78,11 +78,11 @@ def _has_files(folder: Path) -> bool:
 class DeepSpeedCheckpoint:
     """An open checkpoint of DeepSpeed: a `Source`.
 
-    Kinds: the weights; where they are in a lower precision, "master"; and of the optimizer's states those
-    that are one number for each of a parameter or one for all of them. A parameter with several names has
-    each; `aliases` has the first one of each other. `zero_stage` and `mesh` say how it was written, `state`
-    at which step. Opening raises CheckpointError for what is damaged, refused (see `torch_archive`) or of
-    another kind of parallelism."""
+    Kinds: the weights; "master", where the weights are in a lower precision; and the optimizer's states that
+    have one number for each element of a parameter, or one for all. A parameter with several names is listed
+    under each; aliases: the first name, by each of the others. zero_stage, mesh: the layout that wrote it.
+    state: how far training had come. Opening raises CheckpointError for files that are damaged, refused (see
+    `torch_archive`) or written with other parallelism than data parallelism."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -120,9 +120,9 @@ class DeepSpeedCheckpoint:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """Under EXTRA: `client_state`, `lr_scheduler` (its state), the counts `global_steps`,
-        `global_samples` and `skipped_steps`, and `rates`, the learning rate of each group. Raises
-        CheckpointError for objects among them that are not of Python's or torch's own kinds."""
+        """The values that are not tensors, under EXTRA: `client_state`, `lr_scheduler` (its state), the
+        counts `global_steps`, `global_samples` and `skipped_steps`, and `rates`, the learning rate of each
+        group. Raises CheckpointError for objects among them that are not of Python's or torch's own types."""
         model = self._written
         found = {name: model.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")}
         found |= {"lr_scheduler": model.get("lr_scheduler"), "rates": self._rates}
@@ -149,10 +149,9 @@ class DeepSpeedCheckpoint:
             raise damaged(self.path, f"{kind} of {name!r}: {error}") from error
         return out
 
-    def contributions(self, part: int, parts: int) -> list[int]:
-        """See `Source`: of each member of each file, as DeepSpeed's files are archives with the CRC-32 of
-        every member."""
-        return torch_archive.contributions(self._members, part, parts)
+    def contributions(self, share: int, shares: int) -> list[int]:
+        """See `Source`; one number for each member of DeepSpeed's files, archives that have its CRC-32."""
+        return torch_archive.contributions(self._members, share, shares)
 
     def compare(self, contributions: Sequence[int]) -> None:
         """See `Source`."""
@@ -168,7 +167,8 @@ class DeepSpeedCheckpoint:
 
 
 def _load_all(folder: Path, pattern: re.Pattern[str]) -> dict[Path, Any]:
-    """What the files of all ranks hold, in the order of the ranks."""
+    """Load the files of all ranks, in the order of the ranks. Raises CheckpointError where a rank's is
+    missing."""
     with reading(folder):
         names = sorted(
             (int(match[1] or 0), match[0])
@@ -185,8 +185,7 @@ def _load_all(folder: Path, pattern: re.Pattern[str]) -> dict[Path, Any]:
 
 
 def _check_names(folder: Path) -> None:
-    """Raise CheckpointError for a file of a parallelism that divides the model in ways which the files do not
-    tell."""
+    """Raise CheckpointError for a file name of tensor, pipeline or expert parallelism."""
     with reading(folder):
         for entry in sorted(folder.iterdir()):
             match = OPTIMIZER_FILE.fullmatch(entry.name) or MODEL_FILE.fullmatch(entry.name)
@@ -205,7 +204,7 @@ def _check_parallelism(folder: Path, model: Mapping[str, Any]) -> None:
 
 
 def _check_plain(path: Path, where: str, value: Any) -> None:
-    """Raise CheckpointError for an object in `value` of which only its arguments are known."""
+    """Raise CheckpointError for a stand-in in `value`, at any depth."""
     if isinstance(value, torch_archive.StandIn):
         raise CheckpointError(
             f"{path}: its {where} is a {type(value).__name__}, a class that is not imported: save the "
@@ -226,16 +225,17 @@ def _parallel(folder: Path, sign: str) -> CheckpointError:
 
 
 class _Flat:
-    """A flat vector of which ranks or groups have parts, each from some element on."""
+    """A flat vector in pieces, one for each rank or group, by the first element of each."""
 
-    def __init__(self, parts: Mapping[int, Tensor]) -> None:
-        self._starts, self._parts = sorted(parts), parts
+    def __init__(self, pieces: Mapping[int, Tensor]) -> None:
+        self._starts, self._pieces = sorted(pieces), pieces
 
     def views(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The parts' views that make up [start, stop)."""
+        """Yield views of the pieces that make up [start, stop). Raises IndexError where a piece is too
+        short."""
         while start < stop:
             begin = self._starts[bisect_right(self._starts, start) - 1]
-            view = self._parts[begin].detach().reshape(-1)[start - begin : stop - begin]
+            view = self._pieces[begin].detach().reshape(-1)[start - begin : stop - begin]
             if not view.numel():
                 raise IndexError(f"a partition ends before element {start}")
             yield view
@@ -244,17 +244,19 @@ class _Flat:
 
 @dataclass(frozen=True)
 class _TensorLocation:
-    """Where a tensor is: its elements [i * part, (i + 1) * part) are in lines[i], from `offset` on."""
+    """The place of a tensor: its elements [i * length, (i + 1) * length) are in lines[i], from `offset`
+    on."""
 
     info: TensorInfo
     lines: Sequence[_Flat]
     offset: int
-    part: int
+    length: int
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        for i in range(start // self.part, ceil_div(stop, self.part)) if start < stop else ():
-            begin = i * self.part
-            low, high = overlap(Interval(start - begin, stop - begin), Interval(0, self.part))
+        """Yield flat views that make up the elements [start, stop)."""
+        for i in range(start // self.length, ceil_div(stop, self.length)) if start < stop else ():
+            begin = i * self.length
+            low, high = overlap(Interval(start - begin, stop - begin), Interval(0, self.length))
             yield from self.lines[i].views(self.offset + low, self.offset + high)
 
 
@@ -266,18 +268,18 @@ def _whole(tensor: Tensor) -> _TensorLocation:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A trained parameter: its shape, the group that it is in, the vectors it lies in and where in them (see
+    """A trained parameter: its shape, its group, the vectors that it lies in, and the place in them (see
     `_TensorLocation`)."""
 
     shape: tuple[int, ...]
     group: int
     lines: slice
     offset: int
-    part: int
+    length: int
 
 
 class _Zero:
-    """What the files of all ranks say together."""
+    """The contents of the files of all ranks, put together."""
 
     def __init__(
         self, folder: Path, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
@@ -306,7 +308,7 @@ class _Zero:
         self.slots = self._slots_of_stage_3(shapes) if self.stage == 3 else self._slots_of_groups(shapes)
 
     def locations(self) -> dict[str, dict[str, _TensorLocation]]:
-        """Every tensor, by kind and name."""
+        """The place of every tensor, by kind and name."""
         masters = self._lines(self.masters)
         found = {MODEL: self._weights(masters)}
         full = {
@@ -324,7 +326,8 @@ class _Zero:
         return {kind: locations for kind, locations in found.items() if locations}
 
     def state(self) -> dict[str, Any]:
-        """How far training had come."""
+        """The counts of steps, samples and skipped steps, the version, learning rates and loss scale, as far
+        as the files have them."""
         model = self.models[0]
         keys = {
             "step": "global_steps",
@@ -338,7 +341,8 @@ class _Zero:
         return found | {key: value for key, value in self.scale().items() if key == "loss_scale"}
 
     def scale(self) -> dict[str, Any]:
-        """Where the loss scale is, as `TrainingProgress.state_dict` says it."""
+        """The state of dynamic loss scaling, in the form of `TrainingProgress.state_dict`; empty without
+        it."""
         scaler = self.optimizers[0].get("loss_scaler") if self.optimizers else None
         known = vars(scaler) if isinstance(scaler, torch_archive.StandIn) else {}
         if not isinstance(known.get("cur_scale"), float | int):
@@ -348,7 +352,7 @@ class _Zero:
             good = known["cur_iter"] - known["last_overflow_iter"] - 1
             found["good_steps"] = (good - 1) % known["scale_window"] if good else -1
             found["overflows"] = known["delayed_shift"] - known["cur_hysteresis"]
-        elif known["cur_scale"] == 1:  # what it has without fp16, and beside torch's GradScaler
+        elif known["cur_scale"] == 1:  # as without fp16, and beside torch's GradScaler
             return {}
         return found
 
@@ -363,15 +367,15 @@ class _Zero:
         counts = set(counts) if isinstance(counts, list) else {counts}
         models = self.ranks if self.stage == 3 else 1
         if counts != {self.ranks} or len(self.models) != models:
-            said = " and ".join(map(str, sorted(counts)))
+            written_by = " and ".join(map(str, sorted(counts)))
             raise CheckpointError(
-                f"{self.folder} was written by {said} ranks at stage "
+                f"{self.folder} was written by {written_by} ranks at stage "
                 f"{self.stage}, and has the optimizer's files of {self.ranks} "
                 f"and the model's of {len(self.models)}: copy the files of every rank"
             )
 
     def _states(self, optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The optimizer's state by kind, for each group of one rank."""
+        """The optimizer's states of one rank, by kind, for each group."""
         base = _base(optimizer)
         if "state" not in base:  # stages 1 and 2 with elastic_checkpoint: a list
             return list(base["groups"])
@@ -382,7 +386,8 @@ class _Zero:
         return found
 
     def _slots_of_groups(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, _Slot]:
-        """Stages 1 and 2: a vector for each group, all ranks' partitions end to end."""
+        """The trained parameters at stages 1 and 2, with a vector for each group: all ranks' partitions end
+        to end."""
         found = {}
         for group, named in enumerate(shapes):
             end = 0
@@ -400,14 +405,14 @@ class _Zero:
         return found
 
     def _slots_of_stage_3(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, _Slot]:
-        """Stage 3: a vector for each rank, all groups' end to end, in which each parameter has an equal
-        part."""
+        """The trained parameters at stage 3, with a vector for each rank, all groups end to end, in which
+        each parameter has an equal shard."""
         ends = list(accumulate(self.sizes))
         found, end = {}, 0
         for name, shape in (item for named in shapes for item in named.items()):
-            part = ceil_div(prod(shape), self.ranks)
-            found[name] = _Slot(tuple(shape), bisect_right(ends, end), slice(None), end, max(part, 1))
-            end += part
+            length = ceil_div(prod(shape), self.ranks)
+            found[name] = _Slot(tuple(shape), bisect_right(ends, end), slice(None), end, max(length, 1))
+            end += length
         if end != ends[-1]:
             offloaded = ": states that are offloaded to files are not in a checkpoint" if not ends[-1] else ""
             raise ValueError(
@@ -416,8 +421,8 @@ class _Zero:
         return found
 
     def _size(self, group: int) -> int:
-        """Elements of every rank's partition of a group, with padding: some of DeepSpeed's optimizers save
-        it, and some take it away."""
+        """The elements of a rank's partition of a group, with the padding, which only some of DeepSpeed's
+        optimizers save. Raises ValueError where ranks differ."""
         sizes = [masters[group].numel() for masters in self.masters]
         if len(set(sizes)) > 1 and self.stage < 3:
             sizes = [
@@ -428,26 +433,27 @@ class _Zero:
             raise ValueError(f"the ranks' partitions of group {group} have {sizes} elements")
         return sizes[0]
 
-    def _lines(self, parts: Sequence[Sequence[Tensor | None]]) -> list[_Flat]:
-        """The vectors that the ranks' `parts` of every group make up; of some groups there may be none."""
+    def _lines(self, pieces: Sequence[Sequence[Tensor | None]]) -> list[_Flat]:
+        """Join `pieces`, given by rank and group (None: the group has none), into flat vectors: one for each
+        rank at stage 3, else one for each group."""
         if self.stage == 3:
             starts = list(accumulate(self.sizes, initial=0))[:-1]
             return [
-                _Flat({start: part for start, part in zip(starts, each, strict=True) if part is not None})
-                for each in parts
+                _Flat({start: piece for start, piece in zip(starts, each, strict=True) if piece is not None})
+                for each in pieces
             ]
-        by_group = enumerate(zip(*parts, strict=True))
+        by_group = enumerate(zip(*pieces, strict=True))
         return [
-            _Flat({self.sizes[group] * rank: part for rank, part in enumerate(each) if part is not None})
+            _Flat({self.sizes[group] * rank: piece for rank, piece in enumerate(each) if piece is not None})
             for group, each in by_group
         ]
 
     def _placed(self, lines: Sequence[_Flat], slot: _Slot, dtype: torch.dtype) -> _TensorLocation:
-        return _TensorLocation(TensorInfo(slot.shape, dtype), lines[slot.lines], slot.offset, slot.part)
+        return _TensorLocation(TensorInfo(slot.shape, dtype), lines[slot.lines], slot.offset, slot.length)
 
     def _weights(self, masters: Sequence[_Flat]) -> dict[str, _TensorLocation]:
-        """Weights and buffers. At stage 3 only the latter are whole; where the weights should be there is
-        something empty."""
+        """The places of weights and buffers. At stage 3 only buffers are whole in the model's file; its
+        weights are empty tensors, and lie in `masters` or, frozen, in fragments of every rank."""
         module = self.models[0]["module"]
         found: dict[str, _TensorLocation] = {}
         frozen = self.models[0].get("frozen_param_shapes") or {}
@@ -462,41 +468,41 @@ class _Zero:
             elif self.stage < 3 or name in buffers:
                 found[name] = _whole(tensor)
             else:
-                parts = [model["frozen_param_fragments"][name] for model in self.models]
+                pieces = [model["frozen_param_fragments"][name] for model in self.models]
                 line = _Flat(
-                    {rank * ceil_div(prod(shape), self.ranks): part for rank, part in enumerate(parts)}
+                    {rank * ceil_div(prod(shape), self.ranks): piece for rank, piece in enumerate(pieces)}
                 )
                 found[name] = _TensorLocation(
-                    TensorInfo(shape, parts[0].dtype), [line], 0, max(prod(shape), 1)
+                    TensorInfo(shape, pieces[0].dtype), [line], 0, max(prod(shape), 1)
                 )
         return found
 
     def _state(self, kind: str) -> dict[str, _TensorLocation]:
-        """A state of each parameter of the groups that have it."""
+        """The places of one kind of state, by name, for the parameters of groups that have it."""
         values = [[state.get(kind) for state in states] for states in self.states]
-        parts = [
+        pieces = [
             [self._of_elements(value, rank, group) for group, value in enumerate(each)]
             for rank, each in enumerate(values)
         ]
-        lines = self._lines(parts)
+        lines = self._lines(pieces)
         found: dict[str, _TensorLocation] = {}
         for name, slot in self.slots.items():
             value: Any = values[0][slot.group]
-            if all(part[slot.group] is not None for part in parts):
+            if all(each[slot.group] is not None for each in pieces):
                 found[name] = self._placed(lines, slot, value.dtype)
             elif isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim()):
                 found[name] = _whole(torch.as_tensor(value))
         return found
 
     def _of_elements(self, value: Any, rank: int, group: int) -> Tensor | None:
-        """`value`, where it is a number for each element of a rank's partition of a group, with or without
-        its padding."""
+        """Return `value` if it has a number for each element of a rank's partition of a group, with or
+        without padding; else None."""
         sizes = (self.masters[rank][group].numel(), self.sizes[group])
         return value if isinstance(value, Tensor) and value.dim() and value.numel() in sizes else None
 
 
 def _base(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state of the optimizer that DeepSpeed wraps."""
+    """The state dict of the optimizer that DeepSpeed wraps."""
     base = (
         optimizer["optimizer_state_dict"]
         if "fp32_flat_groups" in optimizer
@@ -506,5 +512,5 @@ def _base(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _number(stage: Any) -> int:
-    """The number of a stage, which is a member of DeepSpeed's enumeration, or in older files a number."""
+    """The number of a ZeRO stage, which files hold as a member of DeepSpeed's enumeration, or as a number."""
     return int(stage.args[0]) if isinstance(stage, torch_archive.StandIn) else int(stage)

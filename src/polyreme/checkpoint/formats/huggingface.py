@@ -1,11 +1,11 @@
 """Reads a Hugging Face directory: our own checkpoints, and any other with safetensors in it.
 
-`model.safetensors`, or several with `model.safetensors.index.json`, hold the weights;
-`optimizer/KIND.safetensors`, alike, one state each. A checkpoint of adapters alone has no weights but theirs,
-as `optimizer/model.safetensors`. With a `resume.json` the checkpoint is ours: every file has a size and a
-checksum, and none may be missing or too many. States without it are refused; weights alone, as people publish
-them, are not.
-Invariant: opening reads headers alone, and `read` the bytes asked for alone, straight into the tensor. No
+`model.safetensors`, or several files with `model.safetensors.index.json`, hold the weights;
+`optimizer/KIND.safetensors`, in the same way, hold one state each. A checkpoint of adapters only has their
+weights, as `optimizer/model.safetensors`, and no others. With a `resume.json` the checkpoint is ours: every
+file has a size and a checksum, and none may be missing or added. States without resume.json are refused;
+weights without it, as people publish them, are read.
+Invariant: opening reads only headers, and `read` only the bytes asked for, straight into the tensor. No
 communication."""
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from polyreme.layout.intervals import Interval, overlap
 OPTIMIZER = "optimizer"
 """The folder of the optimizer's states."""
 ADAPTERS = f"{OPTIMIZER}/{MODEL}"
-"""How the names of the files with the weights of adapters alone begin."""
+"""The stem of the files of a checkpoint of adapters only."""
 CHUNK = 1 << 20  # bytes read at once for a checksum
-FILE = re.compile(r"(?<=[^/])(-\d+-of-\d+)?\.safetensors(\.index\.json)?$")  # what follows the stem
+FILE = re.compile(r"(?<=[^/])(-\d+-of-\d+)?\.safetensors(\.index\.json)?$")  # the ending behind the stem
 
 
 class Directory:
-    """An open Hugging Face directory: a `Source`. `headers` are those of its safetensors files, by path
-    within it; `resume` is what resume.json says, or None; `files` those that it names, in the order of their
-    paths; `adapters_only`: it has no others of the model.
+    """An open Hugging Face directory: a `Source`. headers: of its safetensors files, by path within it.
+    resume: the content of resume.json, or None. files: those that it names, in the order of their paths.
+    adapters_only: it has the weights of adapters and no others.
 
-    Opening raises CheckpointError for all that is wrong with it but for the bytes of tensors and other files:
-    those `contributions` and `compare` find, where there is a resume.json."""
+    Opening raises CheckpointError for every problem but wrong bytes in files of the right size: those are
+    found by `contributions` and `compare`, where there is a resume.json."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -88,28 +88,29 @@ class Directory:
         return memory.view(self.tensors[kind][name].dtype)
 
     def locate(self, kind: str, name: str, start: int, stop: int) -> tuple[int, int, int]:
-        """Where the elements [start, stop) of a tensor are: the number of the file in `files`, from which
-        byte, to which. CheckpointError where there are none."""
+        """Return the place of the elements [start, stop) of a tensor: the number of the file in `files`, and
+        the first byte and the end there. Raises CheckpointError where the tensor has no such elements."""
         file, begin, end = self._range(kind, name, start, stop)
         return self._numbers[file], begin, end
 
     def open(self, file: int) -> DirectFile:
-        """`files[file]`, for `block`; to be closed."""
+        """Open `files[file]` for `block`. The caller closes it."""
         path = self.path / self._paths[file]
         with reading(path):
             return DirectFile(path)
 
     def block(self, opened: DirectFile, begin: int, end: int, memory: memoryview, cached: bool) -> memoryview:
-        """The bytes [begin, end) of a file that `open` gave, read into the memory (see `DirectFile.read`)."""
+        """Read the bytes [begin, end) of a file that `open` returned into `memory` (see
+        `DirectFile.read`)."""
         with reading(opened.path):
             return opened.read(memory, begin, end, cached)
 
     def contribution(self, file: int, data: memoryview, end: int) -> int:
-        """What these bytes, which end at `end`, add to the checksum of `files[file]`."""
+        """Return the contribution of `data`, which ends at byte `end`, to the checksum of `files[file]`."""
         return checksum.contribution(data, self.files[file].size - end)
 
     def _range(self, kind: str, name: str, start: int, stop: int) -> tuple[str, int, int]:
-        """The same as `locate`, with the path of the file."""
+        """Like `locate`, with the path of the file for its number."""
         if name not in self._entries.get(kind, {}):
             raise CheckpointError(f"{self.path} has no {kind} of {name!r}")
         file, (info, begin, end) = self._entries[kind][name]
@@ -120,10 +121,10 @@ class Directory:
             )
         return file, begin + start * size, begin + stop * size
 
-    def contributions(self, part: int, parts: int) -> list[int]:
+    def contributions(self, share: int, shares: int) -> list[int]:
         """See `Source`; the files are in the order of their paths."""
         total = sum(file.size for file in self._files.values())
-        low, high = total * part // parts, total * (part + 1) // parts
+        low, high = total * share // shares, total * (share + 1) // shares
         found, before = [], 0
         for name, file in self._files.items():
             own = overlap(Interval(low - before, high - before), Interval(0, file.size))
@@ -132,7 +133,7 @@ class Directory:
         return found
 
     def compare(self, contributions: Sequence[int], among: Collection[int] | None = None) -> None:
-        """See `Source`. among: the numbers of the files to compare, or all."""
+        """See `Source`. among: the numbers of the files to compare; None: all."""
         wrong = [
             name
             for i, ((name, file), each) in enumerate(zip(self._files.items(), contributions, strict=True))
@@ -152,14 +153,14 @@ class Directory:
         return checksum.shift(state, size - stop)
 
     def _describe(self, name: str) -> str:
-        """A file, and the tensors in it."""
+        """Describe a file in an error: its name, and the tensors in it."""
         if name not in self.headers:
             return name
         return f"{name} ({named([repr(tensor) for tensor in self.headers[name].entries], 3)})"
 
     def _check_files(self) -> None:
-        """Compare the folder with resume.json: each of its files is there, with its size, and no other that
-        could be taken for one of the checkpoint."""
+        """Compare the folder with resume.json: each file that it names is there in its size, and there is no
+        other safetensors or JSON file. Raises CheckpointError where that does not hold."""
         problems = []
         for name, file in self._files.items():
             try:
@@ -186,7 +187,7 @@ class Directory:
             raise CheckpointError(f"{self.path} is not as it was written: {'; '.join(extra)}")
 
     def _find(self, stem: str) -> dict[str, tuple[str, Entry]]:
-        """The tensors of one kind, by name: in which file, and where."""
+        """Find the tensors of one kind. Returns the path of the file and the place in it, by name."""
         whole, listed = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
         if whole in self._names:  # transformers, too, prefers it to an index
             return {name: (whole, entry) for name, entry in self._header(whole).entries.items()}
@@ -197,24 +198,24 @@ class Directory:
         if not isinstance(file_of, dict) or not file_of:
             raise damaged(file, "it has no weight_map, or an empty one")
         headers = {}
-        for name, part in file_of.items():
-            if not is_plain(part) or "/" in part or not part.endswith(".safetensors"):
+        for name, shard in file_of.items():
+            if not is_plain(shard) or "/" in shard or not shard.endswith(".safetensors"):
                 raise damaged(
                     file,
-                    f"tensor {name!r} would be in {part!r}, which is not "
+                    f"tensor {name!r} would be in {shard!r}, which is not "
                     "the name of a safetensors file in the same folder",
                 )
-            if part not in headers:
-                headers[part] = self._header(str(PurePosixPath(stem).with_name(part)))
-            if name not in headers[part].entries:
-                raise damaged(file, f"tensor {name!r} would be in {part}, which does not hold it")
-        for part, header in headers.items() if self.resume else ():
+            if shard not in headers:
+                headers[shard] = self._header(str(PurePosixPath(stem).with_name(shard)))
+            if name not in headers[shard].entries:
+                raise damaged(file, f"tensor {name!r} would be in {shard}, which does not hold it")
+        for shard, header in headers.items() if self.resume else ():
             for name in header.entries:
-                if file_of.get(name) != part:
-                    raise damaged(file, f"{part} holds the tensor {name!r}, which is not said to be there")
+                if file_of.get(name) != shard:
+                    raise damaged(file, f"{shard} holds the tensor {name!r}, which is not said to be there")
         return {
-            name: (str(PurePosixPath(stem).with_name(part)), headers[part].entries[name])
-            for name, part in file_of.items()
+            name: (str(PurePosixPath(stem).with_name(shard)), headers[shard].entries[name])
+            for name, shard in file_of.items()
         }
 
     def _header(self, name: str) -> Header:
@@ -222,7 +223,7 @@ class Directory:
         return self.headers[name]
 
     def _missing(self, stem: str) -> CheckpointError:
-        """The error that there are no files of `stem`; for the weights, with what is there instead."""
+        """Return the error that there are no files of `stem`; for weights in a pickle, with the way out."""
         pickles = [
             name for name in self._names if name.startswith("pytorch_model") and ".safetensors" not in name
         ]
@@ -238,8 +239,8 @@ class Directory:
 
 
 def _listing(folder: Path, inner: str) -> list[str]:
-    """The paths, from `folder` on, of what is in its folder `inner` ("." for itself); none if there is no
-    such folder."""
+    """List the paths, relative to `folder`, of the entries of its folder `inner` ("." for itself); none if
+    there is no such folder."""
     path = folder / inner
     with reading(path):
         return (

@@ -1,7 +1,8 @@
-"""Archives that `torch.save` writes, read without running anything of them.
+"""Reads archives that `torch.save` writes, without running any of their code.
 
 Invariant: an object in an archive is a tensor, a plain value, or an inert stand-in for a class that is never
-imported; what names any other class is a CheckpointError with the file and the class. No communication."""
+imported; an archive that names any other class raises CheckpointError with the file and the class. No
+communication."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ LOCAL_HEADER = 30  # bytes before the name of a zip member
 
 
 class StandIn:
-    """An object of a class that is not imported: the arguments that it would have been made with, and its
+    """Stands for an object of a class that is not imported: keeps its constructor's arguments and its
     attributes."""
 
     args: tuple[Any, ...] = ()
@@ -41,8 +42,8 @@ class StandIn:
 
 
 class ArchiveMember(NamedTuple):
-    """One entry of an archive: bytes [start, stop) of a file, and their CRC-32 as it was written (0: not
-    known)."""
+    """A member of an archive: bytes [start, stop) of a file, and the CRC-32 that the archive has for them (0:
+    not known)."""
 
     file: Path
     name: str
@@ -52,19 +53,19 @@ class ArchiveMember(NamedTuple):
 
 
 def load(file: Path, package: str) -> Any:
-    """The object that a file holds. Its tensors are views of the mapped file: what is not used is not read.
+    """Load the object in a file. Its tensors are views of the mapped file, so that unused ones are not read.
 
-    Objects of classes of `package` are `StandIn`s; of any other class, or for what is no archive,
-    CheckpointError."""
+    Objects of classes of `package` become `StandIn`s. Raises CheckpointError for other classes, and for a
+    file that is no archive."""
     with reading(file):
         return _load(file, file, f"{package}.", mmap=True, map_location="cpu")
 
 
-def load_part(file: Path, start: int, stop: int, data: bool = True) -> Any:
-    """The same for an archive that is bytes [start, stop) of a file, of no package; without `data`, tensors
-    are on the meta device."""
-    with reading(file), _FileSlice(file, start, stop) as part:
-        return _load(part, file, None, map_location="cpu" if data else "meta")
+def load_range(file: Path, start: int, stop: int, data: bool = True) -> Any:
+    """Load the object in an archive that is bytes [start, stop) of a file. Raises CheckpointError as `load`
+    does, for any class. Without `data`, tensors are on the meta device."""
+    with reading(file), _FileSlice(file, start, stop) as archive:
+        return _load(archive, file, None, map_location="cpu" if data else "meta")
 
 
 def _load(source: Any, file: Path, prefix: str | None, **options: Any) -> Any:
@@ -97,8 +98,8 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def _nothing_allowed() -> Iterator[Callable[[list[Any]], None]]:
-    """Let only what torch itself calls safe be unpickled inside, and what the function that it yields is
-    given."""
+    """Allow inside only those classes to be unpickled that torch itself calls safe, and those given to the
+    function that it yields."""
     with _LOCK:  # torch has one list for the whole process
         before = serialization.get_safe_globals()
         serialization.clear_safe_globals()
@@ -110,13 +111,14 @@ def _nothing_allowed() -> Iterator[Callable[[list[Any]], None]]:
 
 
 def members(file: Path, start: int, stop: int) -> list[ArchiveMember]:
-    """The entries of the archive that is bytes [start, stop) of a file. CheckpointError where it is none."""
+    """List the members of the archive that is bytes [start, stop) of a file. Raises CheckpointError where it
+    is no archive."""
     found = []
     try:
-        with reading(file), _FileSlice(file, start, stop) as part, zipfile.ZipFile(part) as archive:
+        with reading(file), _FileSlice(file, start, stop) as opened, zipfile.ZipFile(opened) as archive:
             for entry in archive.infolist():
-                part.seek(entry.header_offset)
-                header = part.read(LOCAL_HEADER)
+                opened.seek(entry.header_offset)
+                header = opened.read(LOCAL_HEADER)
                 # lengths of its name and its extra field
                 lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
                 begin = start + entry.header_offset + LOCAL_HEADER + lengths
@@ -128,10 +130,10 @@ def members(file: Path, start: int, stop: int) -> list[ArchiveMember]:
     return found
 
 
-def contributions(every: Sequence[ArchiveMember], part: int, parts: int) -> list[int]:
-    """A number for each member: 0 if its bytes are as they were written, as far as is known, or if it is not
-    in the `part`-th of `parts` shares."""
-    own = sorted(range(len(every)), key=lambda i: every[i].start - every[i].stop)[part::parts]
+def contributions(every: Sequence[ArchiveMember], share: int, shares: int) -> list[int]:
+    """Compare the members of share number `share` of `shares`. Returns a number for each of all members: not
+    0 if its bytes differ from its CRC-32."""
+    own = sorted(range(len(every)), key=lambda i: every[i].start - every[i].stop)[share::shares]
     found = [0] * len(every)
     for i in own:
         found[i] = _difference(every[i]) if every[i].crc32 else 0
@@ -139,7 +141,7 @@ def contributions(every: Sequence[ArchiveMember], part: int, parts: int) -> list
 
 
 def compare(every: Sequence[ArchiveMember], differences: Sequence[int], path: Path) -> None:
-    """CheckpointError where one of them is not 0."""
+    """Raise CheckpointError, with their names, where differences of members are not 0."""
     wrong = [
         f"{each.file.name} ({each.name})"
         for each, difference in zip(every, differences, strict=True)
@@ -151,15 +153,15 @@ def compare(every: Sequence[ArchiveMember], differences: Sequence[int], path: Pa
 
 def _difference(member: ArchiveMember) -> int:
     memory, found = memoryview(bytearray(min(CHUNK, member.stop - member.start))), 0
-    for part in chunks(member, CHUNK):
-        chunk = memory[: part.size]
-        fill(member.file, chunk, part.start)
+    for interval in chunks(member, CHUNK):
+        chunk = memory[: interval.size]
+        fill(member.file, chunk, interval.start)
         found = zlib.crc32(chunk, found)
     return found ^ member.crc32
 
 
 class _FileSlice(io.RawIOBase):
-    """Bytes [start, stop) of a file, as a file."""
+    """A file object over the bytes [start, stop) of a file."""
 
     def __init__(self, file: Path, start: int, stop: int) -> None:
         super().__init__()

@@ -1,10 +1,18 @@
-"""DeepSpeed's names over Polyreme: what `import deepspeed` finds once `install` was called, or under
-`polyreme launch --deepspeed`."""
+"""The package that `import deepspeed` finds after a call of `install`, or under `polyreme launch
+--deepspeed`. Its names are DeepSpeed's, and Polyreme does the work."""
 
 from __future__ import annotations
 
+import sys
+
 from polyreme.compat import finder
+from polyreme.compat.deepspeed import names
 from polyreme.compat.deepspeed.lazy import lazily
+
+sys.meta_path[:] = [
+    finder.Names(__name__, names),
+    *(other for other in sys.meta_path if not isinstance(other, finder.Names)),
+]
 
 __version__ = version = finder.VERSIONS["deepspeed"]
 __version_major__, __version_minor__, __version_patch__ = map(int, version.split("."))
@@ -21,8 +29,8 @@ __getattr__ = lazily(
         "DeepSpeedHybridEngine": "runtime.hybrid_engine",
         "DeepSpeedInferenceConfig": "inference.config",
         "DeepSpeedOptimizer": "runtime.base_optimizer",
-        "DeepSpeedTransformerConfig": "ops",
-        "DeepSpeedTransformerLayer": "ops",
+        "DeepSpeedTransformerConfig": "ops.transformer",
+        "DeepSpeedTransformerLayer": "ops.transformer",
         "DualPipeVModule": "pipe",
         "InferenceEngine": "inference.engine",
         "MUON_OPTIMIZER": "runtime.config",
@@ -50,9 +58,10 @@ __getattr__ = lazily(
 
 
 def install() -> None:
-    """Have `import deepspeed` find this package, and `importlib.metadata` DeepSpeed 0.19.8, in this process
-    and in the Python processes that it starts: for the top of a script or notebook. Again is harmless.
+    """Make `import deepspeed` find this package, and `importlib.metadata` a DeepSpeed 0.19.8, in this process
+    and in the Python processes that it starts. Call it at the top of a script or notebook; a second call does
+    no harm.
 
-    Raises `polyreme.compat.finder.DoorError` where another DeepSpeed is imported already, or transformers or
-    accelerate have looked for it."""
+    Raises `polyreme.compat.finder.DoorError` if another DeepSpeed is imported already, or transformers or
+    accelerate have looked for one."""
     finder.install("deepspeed")

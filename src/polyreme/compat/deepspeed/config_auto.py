@@ -1,6 +1,8 @@
-"""What the Trainer writes where a DeepSpeed config says "auto", by the defaults of its TrainingArguments.
+"""Replace "auto" in a DeepSpeed config by what transformers' Trainer writes for it, with the defaults of its
+TrainingArguments.
 
-For a config that is only shown: in a run the Trainer fills it in itself, with the script's arguments."""
+This is for a config that is only shown: in a run the Trainer replaces "auto" itself, by the script's
+arguments."""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ TRAINER: Mapping[str, tuple[Any, str]] = {
     "scheduler.params.warmup_num_steps": (1, "warmup_steps"),
     "scheduler.params.total_num_steps": (1000, "max_steps or num_train_epochs"),
 }
-"""The key: the value by default, and the argument that says another. The length of a run has no default; 1000
-steps stand for it."""
+"""The default of each key that the Trainer fills in, and the argument that changes it. The length of a run
+has no default, for which 1000 steps stand."""
 BATCH = "train_batch_size"
 
 
 def fill(tree: Mapping[str, Any], ranks: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """A copy of `tree` with values in place of "auto", for `ranks` ranks, and for each key that was filled
-    in, what its note adds: the arguments that say another. An "auto" that the Trainer does not fill in
+    """Return a copy of `tree` with values in place of "auto", for `ranks` ranks, and for each key that was
+    filled in a text that names the arguments that change it. An "auto" that the Trainer does not replace
     stays."""
     filled, said = copy.deepcopy(dict(tree)), {}
     for path, (value, argument) in TRAINER.items():

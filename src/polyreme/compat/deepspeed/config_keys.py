@@ -26,8 +26,8 @@ Takes = (
     ]
     | tuple[object, ...]
 )  # fmt: skip
-"""What a key takes: a kind of value ("count" is an integer of at least 0), or the values themselves. Where
-the default is null, null too."""
+"""The values that a key takes: a kind of value ("count" is an integer of at least 0), or the values
+themselves. A key whose default is null takes null, too."""
 
 BEGIN = "<!-- keys: begin, written by python -m polyreme.compat.deepspeed.config_keys -->"
 END = "<!-- keys: end -->"
@@ -35,10 +35,12 @@ END = "<!-- keys: end -->"
 
 @dataclass(frozen=True)
 class Key:
-    """One key. path: with dots; its last part may be `*`, for any name. to: the keys of ours that it decides.
-    says: what is kept, why nothing is to be done, what differs, or why it is refused; fix: what to write
-    instead. but: values that change nothing, and so are no reason to warn or refuse. auto: whether "auto"
-    that nobody filled in stands for the default. aka: other names of its last part."""
+    """A key of DeepSpeed's config.
+
+    path: its sections and its name, with dots between; the name may be `*`, for any. to: the keys of
+    Polyreme's that it decides. says: what is kept, why nothing is to be done, what differs, or why it is
+    refused. fix: what to write instead. but: values that change nothing, for which there is no warning or
+    refusal. auto: an "auto" that nobody has replaced stands for the default. aka: other names of the key."""
 
     path: str
     takes: Takes
@@ -53,32 +55,32 @@ class Key:
 
 
 def to(takes: Takes, default: Any, *ours: str, says: str = "") -> Key:
-    """A key that becomes keys of ours."""
+    """Return a key that becomes keys of Polyreme's."""
     return Key("", takes, default, "translated", says, to=ours)
 
 
 def kept(takes: Takes, default: Any, says: str) -> Key:
-    """A key that the engine of this door follows."""
+    """Return a key that DeepSpeedEngine itself follows."""
     return Key("", takes, default, "kept", says)
 
 
 def idle(takes: Takes, default: Any, says: str) -> Key:
-    """A key for which nothing is to be done."""
+    """Return a key for which nothing is to be done."""
     return Key("", takes, default, "nothing to do", says)
 
 
 def warned(takes: Takes, default: Any, says: str, *but: Any) -> Key:
-    """A key that is not followed, unless its value is the default or one of `but`."""
+    """Return a key that is not followed, with a warning unless its value is the default or one of `but`."""
     return Key("", takes, default, "warned", says, but=but or (default,))
 
 
 def refused(takes: Takes, default: Any, says: str, fix: str, *but: Any) -> Key:
-    """A key that is refused, unless its value is the default or one of `but`."""
+    """Return a key that is refused, unless its value is the default or one of `but`."""
     return Key("", takes, default, "refused", says, fix, but=but or (default,))
 
 
 def removed(says: str, fix: str) -> Key:
-    """A key that DeepSpeed itself no longer takes, whatever its value."""
+    """Return a key that DeepSpeed itself no longer takes, and that is refused with any value."""
     return Key("", "anything", None, "refused", f"DeepSpeed 0.19 has removed it: {says}", fix)
 
 
@@ -87,7 +89,7 @@ def aka(key: Key, *names: str) -> Key:
 
 
 def each(names: str, takes: Takes, default: Any, says: str) -> dict[str, Key]:
-    """Several keys for which nothing is to be done, for one reason."""
+    """Return several keys for which nothing is to be done, all for the same reason."""
     return {name: idle(takes, default, says) for name in names.split()}
 
 
@@ -442,9 +444,9 @@ SECTIONS: dict[str, dict[str, Key]] = {
 
 LENIENT = ("zero_optimization", "bf16", "fp16", "tensor_parallel", "tensorboard", "wandb", "csv_monitor",
            "comet", "comms_logger", "timers", "compile", "hybrid_engine", "weight_quantization")  # fmt: skip
-"""Sections in which DeepSpeed takes "auto" that nobody filled in for its default."""
+"""The sections in which DeepSpeed takes an "auto" that nobody has replaced for the default."""
 OLD_SECTIONS = {"bfloat16": "bf16", "tensor_parallel.tensor_parallel": "tensor_parallel.tp"}
-"""Other names of sections."""
+"""The path of each section that DeepSpeed also takes under another one, by that other path."""
 
 
 def _table() -> Iterator[Key]:
@@ -460,15 +462,15 @@ KEYS: dict[str, Key] = {key.path: key for key in _table()}
 NAMES: dict[str, str] = {
     f"{path.rpartition('.')[0]}.{name}": path for path, key in KEYS.items() for name in key.aka
 }
-"""Other names of keys, with their paths."""
+"""The path of each key that has other names, by its path with each of these."""
 TABLES: frozenset[str] = frozenset(
     ".".join(parts[:depth]) for parts in (path.split(".") for path in KEYS) for depth in range(1, len(parts))
 )
-"""Paths below which there are keys."""
+"""The paths of all sections."""
 
 
 def find(path: str) -> Key | None:
-    """The key of this path, whichever of its names it has."""
+    """Return the key of this path, which may have another of the key's names; None if there is none."""
     if path in KEYS or path in NAMES:
         return KEYS[NAMES.get(path, path)]
     if path.startswith("_"):
@@ -479,46 +481,57 @@ def find(path: str) -> Key | None:
 
 
 def in_words(key: Key) -> str:
-    """What a key takes."""
+    """Return the values that a key takes, in words."""
     if not isinstance(key.takes, str):
         return ", ".join(str(value) for value in key.takes)
     return key.takes.replace("count", "integer >= 0")
 
 
 def becomes(key: Key) -> str:
-    """What becomes of a key, in Markdown."""
+    """Return, in Markdown, what becomes of a key."""
     if key.outcome == "translated":
         return ", ".join(f"`{name}`" for name in key.to) + (f": {key.says}" if key.says else "")
     unless = f" unless {json.dumps(key.but[0])}" if key.but else ""
     return f"{key.outcome}{unless}: {key.says}" + (f"; {key.fix}" if key.outcome == "refused" else "")
 
 
+HEADINGS: dict[str, tuple[Outcome, ...]] = {
+    "To change: refused, with what to write instead": ("refused",),
+    "To know: taken with a warning, as something differs": ("warned",),
+    "Nothing to do: followed": ("translated", "kept"),
+    "Nothing to do: without an effect here": ("nothing to do",),
+}
+"""The parts of the documentation's table, by what users have to do, and the outcomes in each."""
+
+
 def markdown() -> str:
-    """The table of all keys: a table for each section; neighbours with the same answer share a line."""
+    """Return the table of all keys in Markdown: a folded table for each part, in which neighbours with the
+    same answer share a line."""
     lines = []
-    for title, keys in groupby(
-        KEYS.values(), lambda key: key.path.partition(".")[0] if "." in key.path else ""
-    ):
+    for title, outcomes in HEADINGS.items():
+        keys = [key for key in KEYS.values() if key.outcome in outcomes]
         lines += [
-            "",
-            f"### {title or 'Top level'}",
+            '<details markdown="1">',
+            f"<summary>{title} ({len(keys)} keys)</summary>",
             "",
             "| key | takes | what becomes of it |",
             "|---|---|---|",
         ]
         for (takes, answer), alike in groupby(keys, lambda key: (in_words(key), becomes(key))):
-            names = [name for key in alike for name in (key.path, *(key.aka and _others(key)))]
-            cells = (", ".join(f"`{name}`" for name in names), takes, answer)
-            lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
-    return "\n".join(lines[1:])
-
-
-def _others(key: Key) -> list[str]:
-    return [f"{key.path.rpartition('.')[0]}.{name}" for name in key.aka]
+            names = ", ".join(
+                f"`{name}`"
+                for key in alike
+                for name in (key.path, *(f"{key.path.rpartition('.')[0]}.{other}" for other in key.aka))
+            )
+            lines.append(
+                "| " + " | ".join(cell.replace("|", r"\|") for cell in (names, takes, answer)) + " |"
+            )
+        lines += ["", "</details>", ""]
+    return "\n".join(lines[:-1])
 
 
 def with_table(page: str) -> str:
-    """`page` with the table between its two marks renewed."""
+    """Return `page` with the table between its two marks written anew."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{markdown()}\n{END}{rest.split(END)[1]}"
 

@@ -1,6 +1,6 @@
-"""The optimizer and scheduler sections of a DeepSpeed config, as keys of ours.
+"""Translate the sections optimizer and scheduler of a DeepSpeed config to keys of Polyreme's.
 
-An optimizer's arguments that are left out get the defaults of the class that DeepSpeed would make."""
+Arguments of an optimizer that are left out have the defaults of the class that DeepSpeed would make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyreme.config.schema import OPTIONS, OptimizerSection
 from polyreme.errors import Problem
 
 Remarks = dict[str, tuple[Outcome, str]]
-"""What is to be said of a key, in place of what the table says: the outcome, and a sentence."""
+"""Remarks on keys, which count before those of the table: the outcome and a sentence for each."""
 
 SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 """DeepSpeed's own learning rate schedules."""
@@ -28,7 +28,7 @@ WITHOUT = {
                                                     "does not know"),
     **dict.fromkeys(GONE, "DeepSpeed 0.19 has removed it"),
 }  # fmt: skip
-"""Why an optimizer is refused."""
+"""The reasons why optimizers are refused, by their names."""
 ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": ADAM,
@@ -57,19 +57,19 @@ ARGUMENTS: dict[str, frozenset[str]] = {
 ARGUMENTS["adamw"] = ARGUMENTS["adam"]
 STATES = "optimizer.params.fp32_optimizer_states"
 MUON = {"lr", "muon_lr", "adam_lr", "ns_method", "adam_w_mode"}
-"""Arguments of Muon that are neither harmless nor under the same name with us."""
+"""Arguments of Muon that change its updates, and have another name in Polyreme's config."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A class by its name, and its keyword arguments as they were written."""
+    """The name of a class, and its keyword arguments as they were written."""
 
     name: str
     params: dict[str, Any] = field(default_factory=dict)
 
 
 def named(values: Any, section: str, problems: list[Problem]) -> Named | None:
-    """What a section with a type and params names; None where there is no such section."""
+    """Return the class that a section names by its keys type and params; None without the section."""
     name, params = values[f"{section}.type"], dict(values[f"{section}.params"])
     if name is None:
         if params:
@@ -88,8 +88,8 @@ def named(values: Any, section: str, problems: list[Problem]) -> Named | None:
 
 
 def check_scheduler(scheduler: Named, problems: list[Problem]) -> None:
-    """A schedule that neither DeepSpeed nor torch has is a problem, and so are arguments that it does not
-    take, or lacks."""
+    """Add a problem for a schedule that neither DeepSpeed nor torch has, and for arguments that it does not
+    take or lacks."""
     from torch.optim import lr_scheduler  # only here: most configs are shown without it
 
     from polyreme.compat.deepspeed.runtime import lr_schedules
@@ -116,7 +116,7 @@ def check_scheduler(scheduler: Named, problems: list[Problem]) -> None:
 
 
 def optimizer_keys(optimizer: Named, problems: list[Problem], remarks: Remarks) -> dict[str, Any]:
-    """Keys of our optimizer section (without "optimizer.") that make the same updates."""
+    """Return the keys of Polyreme's section optimizer, without "optimizer.", that make the same updates."""
     params = dict(optimizer.params)
     if "max_grad_norm" in params:
         problems.append(
@@ -152,12 +152,12 @@ def optimizer_keys(optimizer: Named, problems: list[Problem], remarks: Remarks) 
 
 
 def _nearest(key: str, known: AbstractSet[str]) -> str:
-    """The argument of an optimizer that one of another name is likely to stand for."""
+    """Return the argument of an optimizer that a misspelt one is likely to stand for."""
     return "lr" if key == "learning_rate" else difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
 
 
 def _drop_harmless(name: str, params: dict[str, Any], problems: list[Problem], remarks: Remarks) -> None:
-    """Take arguments that change nothing out of `params`, and all that is refused."""
+    """Remove from `params` the arguments that change nothing and those that are refused."""
     known = DEFAULTS[name].keys() | ARGUMENTS[name] | (MUON if name == "muon" else set())
     for key in list(params):
         if key in DEFAULTS[name] or (name == "muon" and key in MUON):
@@ -179,7 +179,7 @@ def _drop_harmless(name: str, params: dict[str, Any], problems: list[Problem], r
 
 
 def _muon(params: dict[str, Any], problems: list[Problem], remarks: Remarks) -> dict[str, Any]:
-    """Muon for matrices, AdamW for the rest."""
+    """Return Polyreme's keys for Muon, which updates matrices, with AdamW for the other parameters."""
     if not params.pop("adam_w_mode", True):
         reason = "what is no matrix is updated by AdamW"
         problems.append(Problem("optimizer.params.adam_w_mode", False, reason, "remove it"))
@@ -212,8 +212,8 @@ def _of_torch_class(name: str) -> set[str]:
 def _of_torch(
     class_name: str, ours: str, params: Mapping[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
-    """A class of torch.optim with its own defaults: what our section has keys for under these, the rest as
-    its options."""
+    """Return Polyreme's keys for a class of torch.optim, whose defaults count. Arguments without a key of
+    their own are its options."""
     import torch
 
     base = torch.optim.Optimizer

@@ -1,7 +1,7 @@
-"""A DeepSpeed config as it is written (a mapping, a JSON file, or base64 of JSON) and the value of every key.
+"""Read a DeepSpeed config from a mapping, a JSON file or base64 of JSON, and give every key its value.
 
-Invariant: what `values` returns has every key of the table, each of its kind; nothing that was written is
-left out of it: a key that is not in the table is a problem."""
+Invariant: `values` returns every key of the table, with a value of its kind, and leaves nothing out that was
+written: a key that is not in the table is a problem."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ RENAMED = {
     "lr_scheduler": "scheduler",
     "zero": "zero_optimization",
 }
-"""What keys have been called elsewhere."""
+"""Keys that users write by a wrong name, which another library or an older version has for them."""
 OF_TRL = "zero_optimization.stage3_param_persistence_threshold"
-"""What TRL writes as one name at the top, for reference models."""
+"""The path that TRL writes as one name, at the top of the config of a reference model."""
 SKIPPED = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
-"""What a JSON file of DeepSpeed may have besides JSON; strings, which may look like it, are in the group."""
+"""Patterns of what DeepSpeed's JSON files may have besides JSON: comments, and commas before a closing
+bracket. The group matches strings, which may contain both."""
 
 
 class DeepSpeedConfigError(ConfigError, ValueError, AssertionError):
-    """A DeepSpeed config that cannot run here. Also what DeepSpeed raises in its place, so that a script that
-    catches that goes on."""
+    """The error of a DeepSpeed config that cannot run here. It is also one of the types that DeepSpeed raises
+    for a wrong config, for scripts that catch these."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """of: the value of every key, DeepSpeed's default where it was left out. written: the keys that were
-    written, by path, with what was written."""
+    """The values of a config. of: the value of every key by its path, DeepSpeed's default for those that were
+    left out. written: those that were written, as they were written."""
 
     of: dict[str, Any]
     written: dict[str, Any]
@@ -56,7 +57,8 @@ class Values:
 
 
 def read(source: Source) -> dict[str, Any]:
-    """The tables of a config. Raises DeepSpeedConfigError where `source` is none."""
+    """Return a config as a dictionary of dictionaries. Raises DeepSpeedConfigError if `source` is no
+    config."""
 
     def failed(reason: str, fix: str) -> DeepSpeedConfigError:
         return DeepSpeedConfigError([Problem("config", source, reason, fix)])
@@ -86,8 +88,8 @@ def read(source: Source) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """JSON with comments and last commas, or else Hjson, as DeepSpeed reads it. Raises ValueError where it is
-    neither, or a key comes twice."""
+    """Return the value of a text in JSON, which may have comments and commas before closing brackets, or else
+    in Hjson, as DeepSpeed reads it. Raises ValueError for another text, and for a key that comes twice."""
     plain = LAST_COMMA.sub(lambda match: match[1] or "", SKIPPED.sub(lambda match: match[1] or " ", text))
     try:
         tree = json.loads(plain, object_pairs_hook=distinct)
@@ -101,7 +103,7 @@ def parse(text: str) -> Any:
 
 
 def values(tree: Mapping[str, Any], problems: list[Problem]) -> Values:
-    """The value of every key; what is wrong with single keys is added to `problems`."""
+    """Return the value of every key, and add to `problems` what is wrong with single keys."""
     found: dict[str, Any] = {}
     written: dict[str, Any] = {}
     for path, value in _leaves(_new_form(tree, problems), problems):
@@ -131,7 +133,7 @@ def _among(value: object, others: tuple[object, ...]) -> bool:
 
 
 def _new_form(tree: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
-    """`tree` with what has an older form in the newer one."""
+    """Return `tree` with keys that are written in an older form in the present one."""
     made = dict(tree)
     if isinstance(made.get("zero_optimization"), bool):
         made["zero_optimization"] = {"stage": int(made["zero_optimization"])}
@@ -154,7 +156,7 @@ def _new_form(tree: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any
 
 
 def _leaves(tree: Mapping[str, Any], problems: list[Problem], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key below which there are no keys of the table, with its value."""
+    """Return the path and the value of every key that was written and is no section of the table."""
     for name, value in tree.items():
         path = f"{above}{name}"
         if path not in TABLES:
@@ -168,7 +170,7 @@ def _leaves(tree: Mapping[str, Any], problems: list[Problem], above: str = "") -
 
 
 def parsed(key: Key, value: Any) -> Any:
-    """`value` as the key's kind. Raises ValueError where it is none."""
+    """Return `value` converted to the key's kind. Raises ValueError if it is not of that kind."""
     if value is None and key.default is None:
         return None
     if isinstance(value, str) and value == "auto" and key.default != "auto" and key.takes != "anything":
@@ -186,7 +188,7 @@ def parsed(key: Key, value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number written as text as a number, and a whole one as an integer; other things as they are."""
+    """Return the number that a text writes, as an integer if it is whole; another value as it is."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -221,11 +223,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "table": (lambda v: isinstance(v, Mapping), dict),
     "anything": (lambda v: True, lambda v: v),
 }
-"""Whether a value is of a kind, and what it is then."""
+"""The kinds of values, each with a test whether a value is of it, and a function that converts the value."""
 
 
 def _unknown(path: str, value: object) -> Problem:
-    """A key that is not DeepSpeed's, with the nearest that is."""
+    """Return the problem of a key that DeepSpeed has not, with the key that it is likely to stand for."""
     above, _, name = path.rpartition(".")
 
     def likeness(known: str) -> float:

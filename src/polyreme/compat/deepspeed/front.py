@@ -1,4 +1,4 @@
-"""`deepspeed.initialize` and the other functions at DeepSpeed's top."""
+"""The functions of the package `deepspeed` itself: `initialize`, and those that scripts call before it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import polyreme
-from polyreme.compat.deepspeed import comm
+from polyreme.compat.deepspeed import comm, saving
 from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError
 from polyreme.compat.deepspeed.json_config import Translation, translate
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, refused
@@ -24,7 +25,6 @@ from polyreme.compat.deepspeed.runtime.pipe.engine import PipelineEngine, comple
 from polyreme.compat.deepspeed.runtime.pipe.module import PipelineModule
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
 from polyreme.compat.deepspeed.runtime.zero.utils import is_zero_supported_optimizer
-from polyreme.compat.deepspeed.saving import keep_engine, keep_in_place, leave_gradients, leave_to_rank0
 from polyreme.compat.deepspeed.utils import groups
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -34,12 +34,12 @@ from polyreme.distributed.mesh import everyone
 from polyreme.errors import LaunchError, Problem
 from polyreme.optim.groups import maker
 from polyreme.zero.divided import make_whole, shaped
-from polyreme.zero.parameter import Reading, engine_of, record_of
+from polyreme.zero.parameter import GradReadPolicy, engine_of, record_of
 
 FORMATS = {torch.float64: "fp64", torch.bfloat16: "bf16"}
-"""In which a model computes that was made in them, where the config says nothing else."""
+"""The formats in which a model computes that was made in them, if the config says nothing else."""
 BUFFERS = {"buffers": "rank0"}
-"""What becomes of buffers that forwards write: a script has no key to say it by."""
+"""The settings for buffers that forwards write, which DeepSpeed's configs have no key for."""
 GRADIENTS = (
     "to clip, write gradient_clipping in the config; to read or change one, call safe_get_full_grad or "
     "safe_set_full_grad of deepspeed.utils on all ranks; for the norm of all, "
@@ -62,18 +62,18 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Make `model` ready to train as DeepSpeed's `config` says. Returns the engine, its optimizer, a loader
-    of `training_data` and the learning rate scheduler; what there is not is None.
+    """Make `model` ready to train as a DeepSpeed config says. Returns the engine, its optimizer, a loader of
+    `training_data` and the learning rate scheduler, with None for those that there are not.
 
-    optimizer: a torch optimizer of the model's parameters, or a function of `model_parameters` (a list of
-    parameters or groups; by default all that train) that makes one; else the config's. lr_scheduler: one on
-    that optimizer, or a function of the engine's optimizer that makes one; else the config's. Both count
-    before the config's. config: a dictionary, a file's path or base64; `config_params` and
-    `args.deepspeed_config` are other names for it.
+    optimizer: a torch optimizer of the model's parameters, or a function that makes one of `model_parameters`
+    (a list of parameters or groups; None: all that train); None: the config's. lr_scheduler: a scheduler of
+    that optimizer, or a function that makes one of the engine's optimizer; None: the config's. config: a
+    dictionary, the path of a file, or base64; `config_params` and `args.deepspeed_config` are other names for
+    it.
 
-    Raises DeepSpeedConfigError for a config that cannot be, with every problem in it."""
+    Raises DeepSpeedConfigError, with every problem, for a wrong config."""
     if model is None:
-        raise OrderError("deepspeed.initialize requires a model")
+        raise OrderError("deepspeed.initialize() has nothing to train: give it model=, a torch.nn.Module")
     if mesh_param is not None:
         raise refused(
             "initialize(mesh_param=...)", "there is no sequence parallelism over ranks", "leave it out"
@@ -88,7 +88,9 @@ def initialize(
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         if isinstance(model, PipelineModule):
             if mpu is not None:
-                raise OrderError("mpu must be None with pipeline parallelism: the PipelineModule has one")
+                raise OrderError(
+                    "initialize(mpu=...) beside a PipelineModule, which has its own: leave it out"
+                )
             front: DeepSpeedEngine = _pipeline(model, source, optimizer, model_parameters)
         else:
             given = _translated(model, source, everyone().size, tp)
@@ -112,24 +114,25 @@ def initialize(
 
 
 def _as_deepspeed(front: DeepSpeedEngine) -> None:
-    """Have the module, and its parameters, answer as those of DeepSpeed's ZeRO do."""
+    """Give the module and its parameters the methods and attributes that they have under DeepSpeed's ZeRO."""
     stage, here = front.translation.stage, (front.polyreme, front.module)
-    reading = Reading(GRADIENTS, hidden=stage > 1)
+    policy = GradReadPolicy(GRADIENTS, hidden=stage > 1)
     for record in map(record_of, front.module.parameters()):
-        record.reading, record.listed = reading, stage == 3
-    if stage:
-        leave_gradients(*here)
+        record.grad_reads, record.listed = policy, stage == 3
+    methods: dict[str, Callable[..., Any]] = {"zero_grad": saving.zero_grad} if stage else {}
     if stage == 3:
         tag(*here)
-        keep_in_place(*here)
-        keep_engine(*here)
+        saving.keep_engine(*here)
+        methods |= {"_apply": saving.applied}
         if front.global_rank:
-            leave_to_rank0(*here)
+            methods |= {"state_dict": saving.state_dict}
+    for name, method in methods.items():
+        front.polyreme.patches.attribute(front.module, name, MethodType(method, front.module))
 
 
 def _refuse_early(source: Any, model: nn.Module, tp: int | None) -> None:
-    """Raise what is wrong with the config before ranks meet: those that failed would leave the others
-    waiting."""
+    """Raise DeepSpeedConfigError for a wrong config before the ranks meet, as later a rank that fails would
+    leave others waiting."""
     try:
         ranks = detect().world_size
     except LaunchError:  # MPI may know
@@ -139,8 +142,8 @@ def _refuse_early(source: Any, model: nn.Module, tp: int | None) -> None:
 
 
 def _translated(model: nn.Module, source: Any, ranks: int, tp: int | None) -> Translation:
-    """`source` for `model` on `ranks` ranks. Accelerate, which writes the batch itself, takes CPU ranks for
-    single processes unless it is told the backend: that is said where the batch does not fit."""
+    """Translate the config `source` for `model` on `ranks` ranks. Accelerate, which writes the batch into it,
+    takes CPU ranks for single processes unless it is told the backend; the error for such a batch says so."""
     try:
         return translate(source, ranks, tp=tp, made_in=_made_in(model))
     except DeepSpeedConfigError as error:
@@ -161,8 +164,8 @@ def _translated(model: nn.Module, source: Any, ranks: int, tp: int | None) -> Tr
 
 
 def _made_in(model: nn.Module) -> str:
-    """The format that a model was made in, if all its parameters have the same one and the engine trains in
-    it without being told more (fp16 needs a loss scale); else fp32."""
+    """Return the format of a model's parameters, if they have the same one, and the engine needs no more to
+    train in it (fp16 needs a loss scale); else "fp32"."""
     found = _dtypes(model)
     return FORMATS.get(found.pop(), "fp32") if len(found) == 1 else "fp32"
 
@@ -172,7 +175,8 @@ def _dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 def _warn_of_format(model: nn.Module, translation: Translation) -> None:
-    """Say that a model is trained in another format than it was made in, where the config does not say so."""
+    """Log a warning if a model is trained in another format than it was made in, and the config does not say
+    so."""
     found = _dtypes(model)
     if found <= {torch.float32} or translation.config["precision"]["compute"] != "fp32":
         return
@@ -185,7 +189,8 @@ def _warn_of_format(model: nn.Module, translation: Translation) -> None:
 
 
 def _counting(settings: dict[str, Any], given: Any) -> dict[str, Any]:
-    """`settings` without what counts for nothing beside an optimizer that is made already."""
+    """Return `settings` without the optimizer's keys that have no effect on an optimizer that is made
+    already."""
     if given is None or isinstance(given, type):
         return settings
     own = {key: value for key, value in settings["optimizer"].items() if key in ("clip", "unused", "states")}
@@ -208,7 +213,7 @@ def _plain(
 
 
 def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: Any) -> PipelineEngine:
-    """The engine of a pipeline, of whose parameters each rank's optimizer is given its stage's."""
+    """Return the engine of a pipeline, whose optimizer on each rank has the parameters of its stage."""
     given = translate(source, everyone().size, pp=model.num_stages, made_in=_made_in(model))
     translation = placed(model, given)
     _warn_of_format(model, translation)
@@ -231,8 +236,9 @@ def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: An
 
 
 def _take_over(model: nn.Module) -> None:
-    """End the engine that has the model from an earlier `initialize`, as where a trainer that has trained it
-    goes on to test it: what was trained stays in the model. Have one made under `zero.Init` of its shapes."""
+    """Prepare the model for a new engine. One of an earlier `initialize`, as a trainer has that tests a model
+    after training it, is closed, and its numbers stay in the model. Parameters that `zero.Init` divided have
+    their shapes again; those of a PipelineModule are made whole."""
     engine = next(filter(None, map(engine_of, model.parameters())), None)
     if engine is not None and engine.module is model:
         engine.close(gather=True)
@@ -241,17 +247,18 @@ def _take_over(model: nn.Module) -> None:
 
 
 def _source(args: Any, config: Any, config_params: Any) -> Any:
-    """The config, from where a script gives it. Raises OrderError where that is nowhere, or in two places."""
+    """Return the config from the argument that a script gives it by. Raises OrderError if none has it, or two
+    do."""
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = [each for each in (config, config_params, named) if each is not None]
     if not given:
         raise OrderError(
-            "DeepSpeed requires --deepspeed_config to specify configuration file: give initialize config=, a "
-            "dictionary or the path of a JSON file"
+            "deepspeed.initialize() has no config: give it config=, a dictionary or the path of a JSON file, "
+            "or start the script with --deepspeed_config FILE"
         )
     if named is not None and config is not None:
         raise OrderError(
-            "Not sure how to proceed, we were given both a deepspeed_config and config: leave one of them out"
+            f"two configs are given, args.deepspeed_config={named!r} and config=: leave one of them out"
         )
     return given[0]
 
@@ -259,7 +266,8 @@ def _source(args: Any, config: Any, config_params: Any) -> Any:
 def _optimizer(
     model: nn.Module, given: Any, parameters: Any, translation: Translation
 ) -> Optimizer | type[Optimizer] | None:
-    """The optimizer of the model's parameters; None where nothing says which."""
+    """Return the optimizer of the model's parameters, or its class if the engine is to make it; None if
+    neither the script nor the config names one."""
     if isinstance(given, Optimizer):
         return given
     groups = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
@@ -291,21 +299,21 @@ def _optimizer(
 
 
 def _matrices(model: nn.Module) -> list[str]:
-    """Names of what DeepSpeed's Muon is for, of two dimensions."""
+    """Return the names of the parameters that DeepSpeed's Muon updates as matrices."""
     shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in model.named_parameters()}
     others = ("embed", "lm_head")
     return [n for n, s in shapes.items() if len(s) == 2 and not any(part in n.lower() for part in others)]
 
 
 def _of_engine(made: Optimizer | type[Optimizer] | None) -> Optimizer | type[Optimizer] | None:
-    """What Polyreme's engine is given: an optimizer, a class where nothing trains, or None for its
-    config's."""
+    """Return the optimizer that Polyreme's engine is given: the one that was made, a class if nothing trains,
+    or None for the one that its config names."""
     return torch.optim.SGD if made is None else None if made is torch.optim.Muon else made
 
 
 def _refuse_untested(made: Any, translation: Translation) -> None:
-    """Raise OrderError where ZeRO is to shard an optimizer that DeepSpeed has not tried it with, and the
-    config does not say that it may."""
+    """Raise OrderError if ZeRO is to shard an optimizer that DeepSpeed has not been tried with, and the
+    config does not allow it."""
     allowed = translation.values["zero_allow_untested_optimizer"]
     if (
         translation.stage
@@ -314,13 +322,14 @@ def _refuse_untested(made: Any, translation: Translation) -> None:
         and not is_zero_supported_optimizer(made)
     ):
         raise OrderError(
-            f"You are using an untested ZeRO Optimizer, {type(made).__name__}, at stage {translation.stage}: "
-            'write {"zero_allow_untested_optimizer": true} in the config'
+            f"ZeRO stage {translation.stage} is to shard {type(made).__name__}, which DeepSpeed never tried: "
+            'write {"zero_allow_untested_optimizer": true} in the config, or take AdamW'
         )
 
 
 def _scheduler(engine: DeepSpeedEngine, given: Any, translation: Translation) -> Any:
-    """The scheduler that a script gave, or the config's, on the engine's optimizer."""
+    """Return the learning rate scheduler that a script gave, or the config's, of the engine's optimizer; None
+    if there is none."""
     if given is not None:
         return given(engine.optimizer) if _is_factory(given) else given
     if translation.scheduler is None or engine.optimizer is None:
@@ -335,9 +344,9 @@ def _is_factory(given: Any) -> bool:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add DeepSpeed's arguments, `--deepspeed` and `--deepspeed_config FILE`, to a script's parser, which is
-    returned."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    """Add DeepSpeed's arguments, `--deepspeed` and `--deepspeed_config FILE`, to a script's parser, and
+    return it."""
+    group = parser.add_argument_group("DeepSpeed", "what deepspeed.initialize reads of args")
     group.add_argument("--deepspeed", default=False, action="store_true", help="train by DeepSpeed's engine")
     group.add_argument("--deepspeed_config", default=None, type=str, help="its JSON file")
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
@@ -346,7 +355,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def init_inference(model: Any, config: Any = None, **_: Any) -> Any:
-    """Raises UnsupportedError: inference engines are not Polyreme's."""
+    """Raise UnsupportedError, as Polyreme has no engine for inference."""
     raise refused(
         "deepspeed.init_inference",
         "Polyreme trains, and serves no models",
@@ -357,5 +366,5 @@ def init_inference(model: Any, config: Any = None, **_: Any) -> Any:
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **_: Any
 ) -> nn.Module:
-    """The model as it is: `initialize` divides it over `tensor_parallel.autotp_size` ranks."""
+    """Return the model as it is. `initialize` divides it over `tensor_parallel.autotp_size` ranks."""
     return model

@@ -1,5 +1,5 @@
-"""What this DeepSpeed is made of: its version, no extensions that were compiled, and the torch that is
-here."""
+"""DeepSpeed's record of its own build: the version, the extensions that were compiled (none), and torch's
+versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _OPS = (
     "pin_memory",
 )
 installed_ops = dict.fromkeys(_OPS, False)
-"""By name, whether an extension was compiled before: none was, as Polyreme compiles none."""
+"""The extensions, each with whether it was compiled at installation: none was, as Polyreme has none to
+compile."""
 
 
 def __getattr__(name: str) -> Any:
@@ -33,11 +34,11 @@ def __getattr__(name: str) -> Any:
         import torch
 
         return "cuda" if torch.cuda.is_available() else "cpu"
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"there is no {name} in {__name__}")
 
 
 def _torch_info() -> dict[str, Any]:
-    """Versions of torch and of what it was built for; "0.0" is none."""
+    """Return the versions of torch and of the libraries that it was built for; "0.0" stands for none."""
     import torch
 
     cuda = torch.version.cuda is not None and torch.cuda.is_available()

@@ -1,10 +1,12 @@
-"""Reads Hjson, the JSON for people in which DeepSpeed's configs may be written: names and texts without
-quotation marks, line ends in place of commas, comments, texts over several lines, no outermost braces."""
+"""Read Hjson, a form of JSON in which DeepSpeed's configs may be written. It has names and texts without
+quotation marks, line ends in place of commas, comments, texts over several lines, and needs no outermost
+braces."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from polyreme.config.loading import distinct
@@ -15,23 +17,25 @@ QUOTED = re.compile(r"\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'")
 LITERAL = re.compile(
     r"(true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)[ \t]*(?=$|[,\]}#]|//|/\*)", re.MULTILINE
 )
-"""A number or a word of JSON with nothing else before the value's end; other unquoted values are texts that
-end with their line."""
+"""The pattern of an unquoted value that is a number or a word of JSON. Any other unquoted value is a text up
+to the end of its line."""
+LINE = re.compile(r"[^\n]+")
+LINES = re.compile(r"'''(.*?)'''", re.DOTALL)
 ESCAPE = re.compile(r"\\(.)|\"")
 
 
 def loads(text: str) -> Any:
-    """The value that `text` writes. Raises ValueError, with the line, where it is none, or where a name comes
-    twice in a table."""
+    """Return the value of `text`. Raises ValueError, which names the line, if it is no Hjson, or a name comes
+    twice in one table."""
     reader = _Reader(text)
-    value = reader.value() if reader.next() in ("{", "[") else reader.members("")
+    value = reader.value() if reader.next() in ("{", "[") else distinct(reader.until("", reader.member))
     if reader.next():
         raise reader.wrong("something comes after the end")
     return value
 
 
 class _Reader:
-    """A place in a text, which goes forward over what is read."""
+    """A place in a text, which moves forward as the text is read."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -40,24 +44,34 @@ class _Reader:
         return ValueError(f"line {self.text.count(chr(10), 0, self.at) + 1}: {reason}")
 
     def next(self) -> str:
-        """What comes next but space and comments; "" at the end."""
-        found = SPACE.match(self.text, self.at)
-        assert found is not None
-        self.at = found.end()
+        """Return the next character that is neither space nor in a comment; "" at the end."""
+        self.take(SPACE)
         return self.text[self.at : self.at + 1]
 
-    def take(self, pattern: re.Pattern[str]) -> str | None:
-        """The text of `pattern`, if it is next."""
+    def take(self, pattern: re.Pattern[str], otherwise: str = "") -> str | None:
+        """Read the text that matches `pattern` here, and return it. Raises ValueError, with the reason
+        `otherwise`, if none does."""
         if (found := pattern.match(self.text, self.at)) is None:
+            if otherwise:
+                raise self.wrong(otherwise)
             return None
         self.at = found.end()
         return found[found.lastindex or 0]
+
+    def until(self, end: str, read: Callable[[], Any]) -> list[Any]:
+        """Call `read` again and again up to `end`, and return what it read. There may be commas between."""
+        found = []
+        while self.next() != end:
+            found.append(read())
+            self.at += self.next() == ","
+        self.at += len(end)
+        return found
 
     def value(self) -> Any:
         first = self.next()
         if first in ("{", "["):
             self.at += 1
-            return self.members("}") if first == "{" else self.items()
+            return distinct(self.until("}", self.member)) if first == "{" else self.until("]", self.value)
         if self.text.startswith("'''", self.at):
             return self.lines()
         if first in ("'", '"'):
@@ -66,55 +80,30 @@ class _Reader:
             return json.loads(literal)
         if first in ("", ",", "}", "]", ":"):
             raise self.wrong(f"a value is missing before {first!r}")
-        end = self.text.find("\n", self.at)
-        start, self.at = self.at, len(self.text) if end < 0 else end
-        return self.text[start : self.at].strip()
+        return str(self.take(LINE)).strip()
 
-    def members(self, end: str) -> dict[str, Any]:
-        """Names and values up to `end`."""
-        found = []
-        while self.next() != end:
-            name = self.quoted() if self.next() in ("'", '"') else self.take(NAME)
-            if name is None:
-                raise self.wrong(
-                    f"a name is missing before {self.next()!r}" if self.next() else "no } ends it"
-                )
-            if self.next() != ":":
-                raise self.wrong(f"no colon follows {name!r}")
-            self.at += 1
-            found.append((name, self.value()))
-            self.comma()
-        self.at += len(end)
-        return distinct(found)
-
-    def items(self) -> list[Any]:
-        found = []
-        while self.next() != "]":
-            found.append(self.value())
-            self.comma()
+    def member(self) -> tuple[str, Any]:
+        """Read a name and its value, and return both."""
+        first = self.next()
+        missing = f"a name is missing before {first!r}" if first else "no } ends it"
+        name = self.quoted() if first in ("'", '"') else self.take(NAME, missing)
+        if self.next() != ":":
+            raise self.wrong(f"no colon follows {name!r}")
         self.at += 1
-        return found
-
-    def comma(self) -> None:
-        self.at += self.next() == ","
+        return str(name), self.value()
 
     def quoted(self) -> str:
-        if (found := self.take(QUOTED)) is None:
-            raise self.wrong("a text has no second quotation mark")
+        found = str(self.take(QUOTED, "a text has no second quotation mark"))
         if found[0] == "'":
-            inner = ESCAPE.sub(lambda each: "'" if each[1] == "'" else '\\"' if each[0] == '"' else each[0],
-                               found[1:-1])  # fmt: skip
-            found = f'"{inner}"'
-        return json.loads(found)
+            same = {"\\'": "'", '"': '\\"'}
+            found = f'"{ESCAPE.sub(lambda each: same.get(each[0], each[0]), found[1:-1])}"'
+        return str(json.loads(found))
 
     def lines(self) -> str:
-        """A text between three marks, without what its lines are indented by at the first mark."""
+        """Read a text between triple quotation marks, and return it without the indentation of the first
+        mark."""
         indent = self.at - (self.text.rfind("\n", 0, self.at) + 1)
-        end = self.text.find("'''", self.at + 3)
-        if end < 0:
-            raise self.wrong("a text has no second '''")
-        first, *rest = self.text[self.at + 3 : end].split("\n")
-        self.at = end + 3
+        first, *rest = str(self.take(LINES, "a text has no second '''")).split("\n")
         lines = [line[min(indent, len(line) - len(line.lstrip())) :] for line in rest]
         if lines and not lines[-1].strip():
             del lines[-1]

@@ -1,4 +1,4 @@
-"""A DeepSpeed config in, ours out: `translate`, with a note of what became of each key.
+"""Translate a DeepSpeed config to one of Polyreme's, with a note on each key of what became of it.
 
 Pure: no process group, no model. Torch is imported only to look up an optimizer or a scheduler by its name.
 Invariant: every key that was written has a note, or the config is refused with all that is wrong with it."""
@@ -22,12 +22,14 @@ from polyreme.config.validate import COMPACT
 from polyreme.errors import Problem
 
 MEAN = {"batch.mean": "ranks"}
-"""A gradient is the mean over ranks and micro-batches of the losses that `backward` is given."""
+"""The translation's loss settings: a gradient is the mean, over ranks and micro-batches, of the losses that
+`backward` is given."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """What became of one key: its path, its value as it was written, the outcome, and a sentence."""
+    """A note on what became of one key: its path, its value as it was written, the outcome, and a
+    sentence."""
 
     key: str
     value: object
@@ -37,8 +39,9 @@ class Note:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of a step, samples of a micro-batch on one rank, and micro-batches of a step, as DeepSpeed
-    counts them: `size` counts the ranks of tensor parallelism, too, where the config divides the model."""
+    """The batch as DeepSpeed counts it: the samples of a step (`size`), those of a micro-batch on one rank
+    (`micro`), and the micro-batches of a step (`accumulation`). If the config divides the model by tensor
+    parallelism, `size` counts those ranks, too."""
 
     size: int = 0
     micro: int = 0
@@ -47,7 +50,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Translation:
-    """A DeepSpeed config, translated.
+    """The translation of a DeepSpeed config.
 
     source: the config as it was given, for `engine.config`. config: what `polyreme.initialize` takes. notes:
     one for each key that was written. values: every key of DeepSpeed's by its path ("fp16.loss_scale"), with
@@ -67,7 +70,7 @@ class Translation:
 
     @property
     def loss_scale(self) -> dict[str, Any] | float | None:
-        """fp16's: a number, the arguments of a dynamic one, or None without fp16."""
+        """Return fp16's loss scale as a number, or the arguments of a dynamic one; None without fp16."""
         if not self.values["fp16.enabled"]:
             return None
         names = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
@@ -76,12 +79,13 @@ class Translation:
 
     @property
     def autocast(self) -> str | None:
-        """What torch.autocast computes in around forwards, "bf16" or "fp16"; None without it."""
+        """Return the format of torch.autocast around forwards, "bf16" or "fp16"; None without autocast."""
         enabled = self.values["torch_autocast.enabled"]
         return _short(self.values["torch_autocast.dtype"] or "bf16") if enabled else None
 
     def section(self, name: str) -> dict[str, Any]:
-        """All keys of a section such as "flops_profiler" or "zero_optimization.offload_optimizer"."""
+        """Return all keys of a section, such as "flops_profiler" or "zero_optimization.offload_optimizer",
+        with their values."""
         return {path[len(name) + 1 :]: v for path, v in self.values.items() if path.startswith(f"{name}.")}
 
     @property
@@ -89,8 +93,8 @@ class Translation:
         return [note for note in self.notes if note.outcome == "warned"]
 
     def standalone(self) -> dict[str, Any]:
-        """`config` for a run without this door, which has the schedule of the learning rate in it where ours
-        has one like it."""
+        """Return `config` for a run without DeepSpeed's functions. It has the learning rate schedule, too, if
+        Polyreme has one like it."""
         if self.scheduler is None:
             return self.config
         schedule, highest = _lr_schedule(self.scheduler)
@@ -102,8 +106,8 @@ class Translation:
 
 @dataclass
 class _Work:
-    """A translation under way: keys of ours by their paths, what is wrong, and what is to be said of a key in
-    place of what the table says."""
+    """A translation under way: Polyreme's keys by their paths, the problems so far, and remarks on keys that
+    count before those of the table."""
 
     values: Values
     ours: dict[str, Any] = field(default_factory=dict)
@@ -123,12 +127,12 @@ def translate(
     fill_auto: bool = False,
     made_in: str = "fp32",
 ) -> Translation:
-    """A DeepSpeed config as ours, for `world_size` ranks.
+    """Translate a DeepSpeed config for `world_size` ranks.
 
     source: a mapping, the path of a JSON file, or base64 of one. pp: pipeline stages, of the PipelineModule.
-    tp: tensor-parallel ranks where the caller's mpu has them; None: those of the config. fill_auto: take the
-    Trainer's defaults where "auto" stands, and say so in the notes. made_in: the format that the model's
-    parameters have, "fp64", "fp32" or "bf16", in which it computes where neither bf16 nor fp16 is enabled.
+    tp: tensor-parallel ranks of the caller's mpu; None: those of the config. fill_auto: replace "auto" by the
+    Trainer's defaults, and say so in the notes. made_in: the format of the model's parameters, "fp64", "fp32"
+    or "bf16", which it computes in if neither bf16 nor fp16 is enabled.
 
     Raises DeepSpeedConfigError with every key that is unknown, wrong or refused."""
     tree = read(source)
@@ -154,7 +158,7 @@ def translate(
 
 
 def _filled(note: Note, more: str) -> Note:
-    """The note of a key that said "auto"."""
+    """Return the note on a key that was "auto"."""
     value = "" if note.outcome == "translated" else f": {note.value}"
     return replace(note, value="auto", text=f"{note.text}{value}{more}")
 
@@ -164,8 +168,8 @@ def _shown(source: Any) -> str:
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether a file is a DeepSpeed JSON: it has a key of DeepSpeed's that is none of ours, and no other of
-    ours."""
+    """Return whether a file is a DeepSpeed config: it has a key that only DeepSpeed knows, and none that only
+    Polyreme knows."""
     if path.suffix.lower() != ".json":
         return False
     try:
@@ -182,7 +186,7 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def _batch(work: _Work, world_size: int, pp: int, tp: int | None) -> Batch:
-    """The batch and the mesh."""
+    """Translate the sizes of the batch and of the mesh's axes."""
     given = work.values
     inside = max(1, given["tensor_parallel.autotp_size"])
     if given["tensor_parallel.tp.tp_size"] not in (1, inside):
@@ -197,7 +201,8 @@ def _batch(work: _Work, world_size: int, pp: int, tp: int | None) -> Batch:
 
 
 def _triple(work: _Work, ranks: int) -> Batch:
-    """train_batch_size = micro-batch x accumulation x ranks, from two of the three, or from one."""
+    """Work out the three sizes of a batch from two of them or from one: train_batch_size is micro-batch times
+    accumulation times ranks."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     size, micro, accumulation = (work.values[name] for name in names)
     if any(problem.key in names for problem in work.problems):
@@ -228,7 +233,7 @@ def _triple(work: _Work, ranks: int) -> Batch:
 
 
 def _zero(work: _Work) -> None:
-    """The stage, and what is off the device."""
+    """Translate the stage of ZeRO, and the places of what is kept off the device."""
     given, prefix = work.values, "zero_optimization."
     stage = work.ours["zero.stage"] = given[f"{prefix}stage"]
     threshold = f"{prefix}stage3_param_persistence_threshold"
@@ -257,7 +262,7 @@ def _zero(work: _Work) -> None:
 
 
 def _home(work: _Work, section: str, old: str) -> Any:
-    """Where one of the two offload sections puts what it is about: "device", "host" or a folder."""
+    """Return the place that one of the two offload sections names: "device", "host" or a folder."""
     path = f"zero_optimization.{section}"
     device = work.values[f"{path}.device"]
     if work.values[f"zero_optimization.{old}"]:
@@ -278,7 +283,7 @@ BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 
 
 def _precision(work: _Work, made_in: str) -> None:
-    """Number formats and the loss scale."""
+    """Translate the number formats and the loss scale."""
     given, ours = work.values, work.ours
     bf16, fp16 = given["bf16.enabled"], given["fp16.enabled"]
     if bf16 and fp16:
@@ -309,8 +314,8 @@ def _precision(work: _Work, made_in: str) -> None:
 
 
 def _trains_on(given: Values) -> bool:
-    """Whether DeepSpeed updates by gradients with NaN or Inf in them, if no loss scale says otherwise: where
-    its optimizer takes no norm, or does not look at it."""
+    """Return whether DeepSpeed, without a loss scale, updates parameters by gradients with NaN or Inf in
+    them. It does if its optimizer takes no norm of gradients, or does not look at it."""
     stage = given["zero_optimization.stage"]
     if given["bf16.enabled"]:
         return stage in (1, 2) and not given["bf16.check_grad_overflow"]
@@ -325,7 +330,8 @@ def _short(dtype: str) -> str:
 
 
 def _sums(work: _Work, compute: str) -> None:
-    """In which format gradients are added up: the widest that is asked for, and no narrower than they are."""
+    """Return the format that gradients are added up in: the widest one that is asked for, and none narrower
+    than that of the gradients."""
     paths = [p for p in ("communication_data_type", "data_types.grad_accum_dtype") if work.values[p]]
     asked = {path: _short(work.values[path]) for path in paths}
     for path, dtype in asked.items():
@@ -340,7 +346,7 @@ def _sums(work: _Work, compute: str) -> None:
 
 
 def _loss_scale(work: _Work) -> None:
-    """fp16's loss scale."""
+    """Translate fp16's loss scale."""
     given, ours = work.values, work.ours
     if given["fp16.loss_scale"] == float("inf"):
         work.refuse("fp16.loss_scale", "must be finite", "write 0 for a dynamic loss scale")
@@ -370,7 +376,7 @@ def _loss_scale(work: _Work) -> None:
 
 
 def _optimizer(work: _Work, optimizer: Named | None) -> None:
-    """The update, and clipping."""
+    """Translate the optimizer, and the clipping of gradients."""
     made = {} if optimizer is None else optimizer_keys(optimizer, work.problems, work.remarks)
     clip = work.values["gradient_clipping"]
     work.ours |= {f"optimizer.{key}": value for key, value in made.items()}
@@ -402,7 +408,8 @@ def _nested(ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _notes(work: _Work, path: str, value: Any) -> list[Note]:
-    """What became of a key that was written; of an optimizer's or a scheduler's arguments one by one."""
+    """Return the notes on a key that was written: one, or one for each argument of an optimizer or a
+    scheduler."""
     if path == "scheduler.params":
         return [
             Note(f"{path}.{name}", each, "kept", "an argument of the schedule")
@@ -423,7 +430,7 @@ def _notes(work: _Work, path: str, value: Any) -> list[Note]:
 
 
 def _argument(work: _Work, name: str, value: object) -> Note:
-    """What became of an argument of the optimizer."""
+    """Return the outcome of an argument of the optimizer, and a sentence about it."""
     path, options = f"optimizer.params.{name}", work.ours.get("optimizer.options", {})
     if path in work.remarks:
         return Note(path, value, *work.remarks[path])
@@ -443,7 +450,7 @@ def _translated(to: tuple[str, ...], path: str, value: object, ours: Mapping[str
 
 
 def _told(scheduler: Named) -> str:
-    """What is said of a schedule."""
+    """Return the sentence for the note on a schedule."""
     made, _ = _lr_schedule(scheduler)
     if not made:
         return "stepped by the engine; none of ours is like it, so that a config of ours has a constant rate"
@@ -454,8 +461,9 @@ def _told(scheduler: Named) -> str:
 
 
 def _lr_schedule(scheduler: Named) -> tuple[dict[str, Any], float | None]:
-    """The section of ours that is like one of DeepSpeed's schedules, and the highest rate if the schedule
-    says it; nothing where none is. DeepSpeed's warm-up in steps of a logarithm becomes a straight line."""
+    """Return Polyreme's keys for one of DeepSpeed's schedules, with the highest rate if the schedule says it;
+    none if Polyreme has no schedule like it. A warm-up that rises as a logarithm becomes one that rises as a
+    straight line."""
     params = scheduler.params
     shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if scheduler.name not in shapes:

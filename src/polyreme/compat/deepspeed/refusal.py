@@ -1,50 +1,63 @@
-"""Errors of the DeepSpeed door: what DeepSpeed has and this door does not do, and arguments that cannot be.
+"""The errors of the package: for parts of DeepSpeed that it does not have, and for calls and arguments that
+it cannot take.
 
-Invariant: each is a PolyremeError and also the built-in type that DeepSpeed raises in its place, so that a
-script that catches one of them works as before."""
+Invariant: each is a PolyremeError, and also the built-in type that DeepSpeed raises in its place, so that
+scripts that catch that type work unchanged."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from polyreme.errors import CheckpointError, PolyremeError
 
 
 class UnsupportedError(PolyremeError, NotImplementedError):
-    """A part of DeepSpeed that this door does not have."""
+    """The error of a part of DeepSpeed that Polyreme does not have."""
 
 
 class ArgumentError(PolyremeError, ValueError):
-    """An argument whose value cannot be."""
+    """The error of an argument that has a wrong value."""
 
 
 class CallError(PolyremeError, RuntimeError):
-    """A call that has no answer, for its time or its arguments."""
+    """The error of a call that cannot be answered with these arguments, or at this time."""
 
 
 class OrderError(PolyremeError, AssertionError):
-    """A call before the one that it needs."""
+    """The error of a call that comes before another one that it needs, or where it must not come."""
 
 
 class TagError(CheckpointError, AssertionError):
-    """Ranks that save one checkpoint under different tags."""
+    """The error of ranks that save one checkpoint under different tags."""
 
 
 class GatherError(PolyremeError, RuntimeError):
-    """A change of gathered parameters that would be lost."""
+    """The error of a change of gathered parameters that would be lost."""
 
 
 def refused(name: str, reason: str, fix: str) -> UnsupportedError:
-    """The error for `name`, to be raised: which, why, and what to do instead."""
+    """Return the error that says that `name` is missing, why, and what to do instead."""
     return UnsupportedError(f"{name} is not available: {reason}\n    fix: {fix}")
 
 
+class _Absent(type):
+    """The metaclass of stand-ins for missing classes and functions. A stand-in has every attribute that it is
+    asked for, each of which is another one; calling it raises UnsupportedError."""
+
+    _refused: tuple[str, str, str]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise refused(*cls._refused)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        where, reason, fix = cls._refused
+        return absent(f"{where}.{name}", reason, fix)
+
+
 def absent(name: str, reason: str, fix: str) -> Any:
-    """A class in place of the class or function `name`, which can be imported and asked for: to make one, or
-    to call it, raises `refused(name, reason, fix)`."""
-
-    def refuse(self: object, *args: Any, **kwargs: Any) -> None:
-        raise refused(name, reason, fix)
-
-    short = name.rpartition(".")[2]
-    return type(short, (), {"__init__": refuse, "__doc__": f"Raises UnsupportedError: {reason}."})
+    """Return a stand-in for the class or function `name`, which can be imported and derived from. Calling it,
+    or an attribute of it, raises `refused(name, reason, fix)`."""
+    about = {"__doc__": f"Raises UnsupportedError: {reason}.", "_refused": (name, reason, fix)}
+    return _Absent(name.rpartition(".")[2], (), about)

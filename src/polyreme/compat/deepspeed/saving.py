@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from stat import S_IEXEC
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from polyreme.compat.deepspeed.refusal import ArgumentError, TagError, refused
 from polyreme.compat.deepspeed.runtime.zero.offload_states import SINCE
 from polyreme.compat.deepspeed.utils.logging import log_dist, log_dist_once, logger
 from polyreme.errors import CheckpointError
-from polyreme.zero.parameter import WHOLE, record_of, state_of
+from polyreme.zero.parameter import IN_MEMORY, record_of, state_of
 
 if TYPE_CHECKING:
     import polyreme
@@ -32,21 +31,23 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-"""What `checkpoint.load_universal` looks for in place of `latest`."""
+"""The file that names the newest checkpoint in place of `latest`, if the config has
+checkpoint.load_universal."""
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-"""What is put beside checkpoints, to turn them into weights."""
+"""The scripts that are written beside checkpoints, to convert them to weights."""
 DOOR = "deepspeed"
-"""Where a checkpoint's `extra` has what this door adds."""
+"""The key in a checkpoint's `extra` for what is saved here beyond Polyreme's own."""
 TIED = "tied"
-"""In it, for each further name of a tied parameter, the first."""
+"""The key in that for the first name of each tied parameter, by its further names."""
 LARGEST = 2**20
-"""Bytes of a tensor beyond which client state does not hold it."""
+"""The most bytes of a tensor in the client state."""
 COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What `load` takes of a checkpoint, besides weights. strict: all tensors of the model are there."""
+    """The parts of a checkpoint that `load` takes, besides the weights. strict: raise if a tensor of the
+    model is missing."""
 
     strict: bool = True
     optimizer: bool = True
@@ -62,9 +63,12 @@ def save(
     save_latest: bool,
     exclude_frozen: bool,
 ) -> bool:
-    """Write `save_dir`/`tag`, then `latest`. All ranks must call. Raises ArgumentError for a tag that is no
-    plain name, and for client state that JSON cannot hold; CheckpointError on every rank where a write
-    failed, or tags differ and checkpoint.tag_validation is "fail"; else rank 0's tag counts."""
+    """Write the checkpoint `save_dir`/`tag`, then the file `latest`. All ranks must call. If they give
+    different tags, rank 0's counts.
+
+    Raises ArgumentError for a tag that is no plain name, and for client state that JSON cannot hold; TagError
+    for different tags if checkpoint.tag_validation is "fail"; and CheckpointError on every rank if a write
+    fails."""
     folder = Path(save_dir)
     name = _plain(f"global_step{engine.global_steps}" if tag is None else str(tag))
     told = engine.polyreme.mesh.gather_objects(name)
@@ -109,7 +113,8 @@ def save(
 def load(
     engine: DeepSpeedEngine, load_dir: str | Path, tag: Any, parts: Parts
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See `DeepSpeedEngine.load_checkpoint`."""
+    """Resume from a checkpoint, as `DeepSpeedEngine.load_checkpoint` says. Raises CheckpointError if ranks
+    see different tags, or the checkpoint is missing on one of them."""
     folder = Path(load_dir)
     newest = LATEST_UNIVERSAL if engine.load_universal_checkpoint() else LATEST
     name = _latest(folder / newest) if tag is None else _plain(str(tag))
@@ -145,7 +150,7 @@ def load(
 
 
 def _others(folder: Path) -> str:
-    """What a user may give as `tag`."""
+    """Return the end of a message that names the checkpoints in a folder."""
     found = sorted(path.name for path in folder.glob("*") if path.is_dir())
     return f"there are {', '.join(found[-3:])}" if found else "there is no other"
 
@@ -153,7 +158,7 @@ def _others(folder: Path) -> str:
 def whole(
     engine: DeepSpeedEngine, exclude_frozen: bool, rank0_only: bool, prefix: str = ""
 ) -> dict[str, Tensor]:
-    """The model's tensors by name, whole, without frozen parameters if so said. All ranks must call."""
+    """Return the model's tensors by name, whole, with or without frozen parameters. All ranks must call."""
     frozen = {
         name
         for name, p in engine.module.named_parameters(remove_duplicate=False)
@@ -164,14 +169,14 @@ def whole(
 
 
 def tied(module: nn.Module) -> dict[str, str]:
-    """The further names of tied parameters, and the first of each."""
+    """Return the first name of each tied parameter, by its further names."""
     first: dict[int, str] = {}
     every = module.named_parameters(remove_duplicate=False)
     return {name: known for name, p in every if (known := first.setdefault(id(p), name)) != name}
 
 
 def save_weights(engine: DeepSpeedEngine, save_dir: str | Path, name: str, exclude_frozen: bool) -> bool:
-    """Write the whole weights to one file of torch's."""
+    """Write the whole model's weights to one file by `torch.save`. All ranks must call."""
     found = whole(engine, exclude_frozen, rank0_only=True)
     if engine.global_rank == 0:
         folder = Path(save_dir)
@@ -183,15 +188,8 @@ def save_weights(engine: DeepSpeedEngine, save_dir: str | Path, name: str, exclu
     return True
 
 
-def leave_to_rank0(engine: polyreme.Engine, module: nn.Module) -> None:
-    """Have `module.state_dict()` of a rank other than 0 give an empty tensor in place of each parameter that
-    is released, as DeepSpeed does at stage 3: save functions ask for it on every rank and write on rank 0,
-    where such a parameter still raises ModelError."""
-    engine.patches.attribute(module, "state_dict", MethodType(_without_released, module))
-
-
 class _Kept:
-    """An engine that lives as long as its model. Copies of the model have none."""
+    """A holder of an engine, which is an attribute of its model. Copies of the model have an empty one."""
 
     def __init__(self, engine: polyreme.Engine | None = None) -> None:
         self.engine = engine
@@ -201,24 +199,15 @@ class _Kept:
 
 
 def keep_engine(engine: polyreme.Engine, module: nn.Module) -> None:
-    """Have the module keep the engine, which has its numbers at stage 3: where a script forgets that one, as
-    Lightning does between `validate` and `fit`, a second `initialize` takes them over."""
+    """Keep the engine alive as long as the module, whose numbers it has at stage 3. If a script drops the
+    engine, as Lightning does between `validate` and `fit`, a second `initialize` can still take the numbers
+    over."""
     engine.patches.attribute(module, "_polyreme_engine", _Kept(engine))
 
 
-def keep_in_place(engine: polyreme.Engine, module: nn.Module) -> None:
-    """Have `module.cpu()`, `.to(device)` and their like leave parameters where they are, which at stage 3 are
-    in shards on the engine's device. One to another dtype raises UnsupportedError."""
-    engine.patches.attribute(module, "_apply", MethodType(_applied, module))
-
-
-def leave_gradients(engine: polyreme.Engine, module: nn.Module) -> None:
-    """Have `module.zero_grad()` leave what the engine has of a window's gradients, as DeepSpeed's ZeRO does:
-    Lightning calls it before it validates."""
-    engine.patches.attribute(module, "zero_grad", MethodType(_without_gradients, module))
-
-
-def _without_gradients(module: nn.Module, set_to_none: bool = True) -> None:
+def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    """Drop the module's gradients in place of `module.zero_grad()`, but not those of a window that has begun,
+    as DeepSpeed's ZeRO does not: Lightning calls it before it validates."""
     for parameter in module.parameters():
         owner = record_of(parameter).owner()
         if (owner is not None and owner.begun) or parameter.grad is None:
@@ -229,8 +218,11 @@ def _without_gradients(module: nn.Module, set_to_none: bool = True) -> None:
             parameter.grad.detach_().zero_()
 
 
-def _applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    if not any(state_of(parameter) is not WHOLE for parameter in module.parameters()):
+def applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Return `module` as it is in place of `module._apply`, which `module.cpu()` and `.to(device)` call: at
+    stage 3 its parameters are in shards on the engine's device. Raises UnsupportedError for a conversion to
+    another dtype."""
+    if not any(state_of(parameter) is not IN_MEMORY for parameter in module.parameters()):
         applied: nn.Module = type(module)._apply(module, fn, recurse)
         return applied
     for dtype in {parameter.dtype for parameter in module.parameters()}:
@@ -243,9 +235,12 @@ def _applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
     return module
 
 
-def _without_released(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return the module's state dict in place of `module.state_dict()` on ranks other than 0, with an empty
+    tensor for each parameter that is in shards, as DeepSpeed does at stage 3. Functions that save ask for it
+    on every rank, and write rank 0's, where such a parameter raises ModelError."""
     keeps = bool(kwargs.pop("keep_vars", False))
-    # nor by an engine's mode, which would gather here what rank 0 does not
+    # without an engine's mode, which would gather here what rank 0 does not
     with torch._C.DisableTorchFunction():
         found = type(module).state_dict(module, *args, keep_vars=True, **kwargs)
         for name, value in found.items():
@@ -257,9 +252,9 @@ def _without_released(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def to_json(value: Any, where: str) -> Any:
-    """A value of Python's own kinds, a tensor of up to LARGEST bytes, or argparse's arguments, as JSON that
-    `from_json` gives back; NumPy's as numbers and lists. Raises ArgumentError for others, naming where they
-    are."""
+    """Return a value as JSON, which `from_json` turns back: one of Python's own types, a tensor of up to
+    LARGEST bytes, or argparse's arguments. NumPy's values become numbers and lists. Raises ArgumentError for
+    another value, with its place in `where`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if type(value).__module__ == "numpy":
@@ -282,7 +277,7 @@ def to_json(value: Any, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given."""
+    """Return the value that `to_json` was given."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if isinstance(value, Mapping):
@@ -299,7 +294,7 @@ def from_json(value: Any) -> Any:
 
 
 def _plain(name: str) -> str:
-    """The name of a file or folder. Raises ArgumentError where it leads elsewhere."""
+    """Return the name of a file or folder. Raises ArgumentError if it is a path to somewhere else."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ArgumentError(f"{name!r} is no plain name of a folder's entry: give one without slashes")
     return name
@@ -312,14 +307,14 @@ def _latest(path: Path) -> str | None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file, or what is in its place, at once."""
+    """Write a file, or replace it as a whole."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, "utf-8")
     draft.replace(path)
 
 
 def make_executable(path: str | Path) -> None:
-    """Let its owner execute a file, where the file system has permissions; else say so in the log."""
+    """Make a file executable for its owner, or write to the log that the file system does not allow it."""
     try:
         Path(path).chmod(Path(path).stat().st_mode | S_IEXEC)
     except OSError as error:
@@ -327,6 +322,6 @@ def make_executable(path: str | Path) -> None:
 
 
 def _trains_adapters_alone(engine: DeepSpeedEngine) -> bool:
-    """Whether the model is PEFT's and nothing but adapters trains."""
+    """Return whether the model is one of PEFT's, of which only adapters train."""
     trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
     return hasattr(engine.module, "peft_config") and all("lora_" in name for name in trained)

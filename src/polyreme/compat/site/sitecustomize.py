@@ -1,7 +1,7 @@
-"""Opens the doors that POLYREME_DOORS names in a Python process as it starts, and then runs the
+"""Open the doors that the variable POLYREME_DOORS names, as a Python process starts, and then run the
 `sitecustomize` that this one hides, if there is one.
 
-Python imports it by itself where this folder is on PYTHONPATH. The folder has nothing else."""
+Python imports this module by itself if its folder, which has nothing else, is on PYTHONPATH."""
 
 import importlib.util
 import os

@@ -1,1 +1,1 @@
-"""What a rank trains on in a step: loaders, batches and micro-batches."""
+"""The data of a step on one rank: loaders, batches and micro-batches."""

@@ -1,12 +1,13 @@
 """Micro-batches: cuts a rank's share of a global batch into those of a step.
 
 Invariant: a step has the same number of micro-batches on every rank, whatever the shares are. So ranks with
-unlike shares, as of the last batch of an epoch, call the model equally often and none waits for another.
-Those that are missing are filled up by some that count for nothing.
-Communication: the first batch's digest, once."""
+unequal shares, as of the last batch of an epoch, call the model equally often and none waits for another.
+Missing micro-batches are replaced by some with zero samples.
+Communication: digests of the first batch, and later of one in every so many."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,14 +18,21 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyreme.distributed.mesh import Mesh
+from polyreme.config.schema import SentinelsSection
+from polyreme.distributed.mesh import Mesh, SimulatedMesh
 from polyreme.errors import BatchError, warn
+
+ROWS, SEVERAL = 16, 4
+"""Samples of a rank's batch that are compared with others', and how many are no chance."""
+NUMBERS = 1024
+"""Numbers of a sample that its digest depends on, about."""
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward gets, and how many samples and tokens it counts for; none for one that fills up: its
-    loss and gradients are zero. weight: what its mean loss is the mean of, where that is known."""
+    """The input of one forward, and its samples and tokens. One with zero samples keeps ranks in step: its
+    loss and gradients are zero. weight: the number that its mean loss is over, where known."""
 
     batch: Any
     samples: int
@@ -34,9 +42,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batching:
-    """How a global batch is cut: `size` samples over `ranks` data-parallel ranks, and the share of each into
-    micro-batches of `micro`. mean: what the loss is a mean over, as `batch.mean` says. fits: how many samples
-    of a micro-batch were found to fit."""
+    """The cut of a global batch: `size` samples over `ranks` data-parallel ranks, and the share of each into
+    micro-batches of `micro` samples. mean: the value of batch.mean. fits: how many samples of a micro-batch
+    were found to fit."""
 
     size: int
     ranks: int
@@ -56,25 +64,25 @@ class Batching:
 
 
 class Batches:
-    """How the batches of an engine are cut `now`: another way once it is found how many samples fit."""
+    """The cut of an engine's batches, `now`; it changes once it is known how many samples fit."""
 
     def __init__(self, now: Batching, refit: Callable[[int | None], Batching]) -> None:
-        """refit: cuts them anew, with at most so many samples in a micro-batch."""
+        """refit: returns the cut with at most so many samples in a micro-batch."""
         self.now, self._refit = now, refit
 
     def fit(self, micro: int | None) -> None:
-        """Have micro-batches of at most so many samples; None: of as many as now. Raises ConfigError where a
-        step cannot have several."""
+        """Cut micro-batches of at most so many samples (None: as many as now). Raises ConfigError where a
+        step cannot have several micro-batches."""
         self.now = self._refit(micro)
 
 
 def micro_batches(batch: Any, batching: Batching, first: bool) -> list[MicroBatch]:
-    """The micro-batches of a step: a list of them as they are, anything else cut along its samples into parts
-    that differ by one at most.
+    """Return the micro-batches of a step: a list as it is; anything else cut along its samples into
+    ones that differ by one sample at most.
 
     Raises BatchError for more than batch.size / dp samples, or more than `batching.accumulation`
-    micro-batches; in the `first` step of a run, where it is a mistake and no end of an epoch, for fewer,
-    too."""
+    micro-batches. In the `first` step of a run fewer are an error too, as it cannot be the end of an
+    epoch."""
     batch = plain_mappings(batch)
     count, expected = batching.accumulation, batching.share
     if is_list(batch):
@@ -100,8 +108,8 @@ def micro_batches(batch: Any, batching: Batching, first: bool) -> list[MicroBatc
 
 
 def is_list(batch: Any) -> bool:
-    """Whether `batch` is a list of micro-batches: a list without a tensor among its elements. One with a
-    tensor is a batch itself."""
+    """Return whether `batch` is a list of micro-batches: a list without a tensor among its elements. One with
+    a tensor is a batch itself."""
     return (
         isinstance(batch, list)
         and bool(batch)
@@ -110,7 +118,8 @@ def is_list(batch: Any) -> bool:
 
 
 def micro_batches_of(batch: Any, batching: Batching) -> list[MicroBatch]:
-    """A list's micro-batches, or the one that `batch` is. Raises BatchError for a list of none."""
+    """Return a list's micro-batches, or the single one that `batch` is. Raises BatchError for an empty
+    list."""
     batch, found = plain_mappings(batch), []
     if isinstance(batch, list) and not batch:
         raise BatchError(
@@ -125,20 +134,20 @@ def micro_batches_of(batch: Any, batching: Batching) -> list[MicroBatch]:
 
 
 def samples_of(micro_batch: Any, batching: Batching) -> int:
-    """The samples of a micro-batch; batch.micro where that cannot be seen."""
+    """Return the samples of a micro-batch; batch.micro where they cannot be counted."""
     sizes = leading_sizes(micro_batch)
     return sizes.pop() if len(sizes) == 1 else batching.micro
 
 
 def filled(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """`micro_batches`, and as many that count for nothing as make `count`."""
+    """Return `micro_batches`, padded to `count` by some with zero samples."""
     return [*micro_batches, *[MicroBatch(micro_batches[0].batch, 0)] * (count - len(micro_batches))]
 
 
 def plain_mappings(batch: Any) -> Any:
-    """`batch` with a dict for every mapping that torch's trees do not know, such as the UserDict that a
-    tokenizer returns."""
-    if all(_only_tensors(part) is not None for part in (batch if isinstance(batch, list) else [batch])):
+    """Return `batch` with a dict for every mapping that torch's trees do not know, such as the UserDict that
+    a tokenizer returns."""
+    if all(_only_tensors(each) is not None for each in (batch if isinstance(batch, list) else [batch])):
         return batch
     return pytree.tree_map_only(
         Mapping, lambda each: {key: plain_mappings(value) for key, value in each.items()}, batch
@@ -146,15 +155,15 @@ def plain_mappings(batch: Any) -> Any:
 
 
 def _only_tensors(batch: Any) -> list[Tensor] | None:
-    """The tensors of a batch that is one, or a tuple or dict of them, as nearly all are, and has nothing
-    else."""
-    parts = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) is tuple else [batch]
-    return parts if all(isinstance(part, Tensor) and not part.is_nested for part in parts) else None
+    """Return the tensors of a batch that is a tensor, or a tuple or dict of tensors only, as nearly all are;
+    else None."""
+    values = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) is tuple else [batch]
+    return values if all(isinstance(each, Tensor) and not each.is_nested for each in values) else None
 
 
 def leading_sizes(batch: Any) -> set[int]:
-    """First dimensions of a batch's tensors and arrays (but scalars), and lengths of lists that have an
-    element for each sample. Raises BatchError for a nested tensor that has no shape."""
+    """Return the first dimensions of a batch's tensors and arrays (but scalars), and the lengths of lists
+    with an element for each sample. Raises BatchError for a nested tensor that has no shape."""
     if (tensors := _only_tensors(batch)) is not None:
         return {len(each) for each in tensors if each.dim()}
     return _lengths(pytree.tree_leaves(batch, _by_sample(batch))) | _images_alone(batch)
@@ -174,8 +183,9 @@ def _has_only(node: Any, kind: type) -> bool:
 
 
 def _by_sample(batch: Any) -> Callable[[Any], bool]:
-    """Which lists have an element for each sample: those of mappings (targets of detection); and, of those of
-    tensors that are as long as all else of the batch, images and whatever has other first dimensions."""
+    """Return a function that tells lists with an element for each sample: lists of mappings (targets of
+    detection); and lists of tensors, as long as everything else in the batch, that are images or have other
+    first dimensions."""
     sizes = _lengths(
         pytree.tree_leaves(batch, lambda node: _has_only(node, Mapping) or _has_only(node, Tensor))
     )
@@ -191,12 +201,12 @@ def _by_sample(batch: Any) -> Callable[[Any], bool]:
 
 
 def _are_images(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are (channels, height, width) of several sizes."""
+    """Return whether tensors are (channels, height, width) of several sizes."""
     return all(each.dim() == 3 for each in tensors) and len({each.shape[1:] for each in tensors}) > 1
 
 
 def _images_alone(batch: Any) -> set[int]:
-    """How many images there are, where a batch is nothing but a list of some of several sizes, whose channels
+    """Return the number of images, where a batch is only a list of images of several sizes, whose channels
     would pass for samples."""
     found = [*batch] if isinstance(batch, tuple) else [*batch.values()] if isinstance(batch, Mapping) else []
     return (
@@ -207,7 +217,7 @@ def _images_alone(batch: Any) -> set[int]:
 
 
 def leading_size(batch: Any) -> int:
-    """The number of samples of a batch: the first dimension that all its tensors (but scalars) share.
+    """Return the number of samples of a batch: the first dimension that all its tensors (but scalars) share.
 
     Raises BatchError where there is none, or where tensors differ."""
     sizes = leading_sizes(batch)
@@ -222,7 +232,7 @@ def leading_size(batch: Any) -> int:
 
 
 def digest(batch: Any) -> str:
-    """The same for batches that are equal to the last bit."""
+    """Return a digest, equal for batches that are equal to the last bit."""
     found = blake2b(digest_size=16)
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
@@ -233,20 +243,54 @@ def digest(batch: Any) -> str:
     return found.hexdigest()
 
 
+def lowest_rows(batch: Any) -> list[int]:
+    """Return the lowest digests of a batch's samples, `ROWS` at most: of batches that share samples, in
+    whatever order, these are the same ones. Of a batch without rows, the digest of all of it."""
+    found: set[int] = set()
+    for each in batch if is_list(batch) else [batch]:
+        sizes = leading_sizes(each)
+        leaves = [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor) and _has_rows(leaf)]
+        if len(sizes) != 1 or not leaves or any(leaf.layout != torch.strided for leaf in leaves):
+            return [int(digest(batch), 16)]
+        if of_rows := [_row_digests(leaf) for leaf in leaves if len(leaf) in sizes - {0}]:
+            found |= {*torch.stack(of_rows).sum(0).tolist()}
+    return sorted(found)[:ROWS]
+
+
+def _row_digests(tensor: Tensor) -> Tensor:
+    """Return a digest of each row, by `NUMBERS` of its numbers about, as int64."""
+    rows = tensor.detach().reshape(len(tensor), -1)
+    rows = rows[:, :: max(1, rows.shape[1] // NUMBERS)].contiguous()
+    words = rows.view(WORDS.get(rows.element_size(), torch.int64)).long()
+    words = words + 0x1E3779B97F4A7C15 * torch.arange(1, words.shape[1] + 1, device=words.device)
+    for factor in (
+        0x3F58476D1CE4E5B9,
+        0x14D049BB133111EB,
+    ):  # a sum of numbers that are not mixed is often equal
+        words = (words ^ (words >> 30)) * factor
+    return (words.sum(1) + words.shape[1]).cpu()
+
+
 class BatchComparison:
-    """Compares the first batch between ranks: it is the same within a tp or pp line, and another one on each
-    data-parallel rank."""
+    """Compares batches between ranks, the first one and then one of every so many: they must be the same
+    within a tp, pp or cp line, and differ between data-parallel ranks."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, sentinels: SentinelsSection) -> None:
         self._mesh = mesh
-        self._compared = self._warned = False
-        self._digest: str | None = None
+        self._every = sentinels.every if sentinels.enabled else 0
+        self._compared = self._asked = -1  # the step before which that was last
+        self._warned = isinstance(mesh, SimulatedMesh)  # whose other ranks give what this one gives
+        self._rows: list[int] = []
+        self._shared: set[tuple[int, int]] = set()
 
-    def compare(self, batch: Any) -> None:
-        """Refuse, the first time, a batch that differs between ranks that compute it together."""
-        if self._compared:
+    def _is_due(self, last: int, step: int) -> bool:
+        return last < 0 or (step != last and self._every > 0 and step % self._every == 0)
+
+    def compare(self, batch: Any, step: int) -> None:
+        """Refuse a batch that differs between ranks that compute it together, in a step that compares."""
+        if not self._is_due(self._compared, step) or (step and not torch.is_grad_enabled()):
             return
-        for axis in (self._mesh.tp, self._mesh.pp):
+        for axis in (self._mesh.tp, self._mesh.pp, self._mesh.cp):
             if axis.size > 1 and len({*axis.gather_objects(digest(batch))}) > 1:
                 raise BatchError(
                     f"ranks of one {axis.name} line have different batches, "
@@ -254,27 +298,46 @@ class BatchComparison:
                     "place in data parallelism (engine.mesh.dp.rank of "
                     "engine.mesh.dp.size, not of the world), as engine.loader does"
                 )
-        if self._mesh.data.size > 1:
-            self._digest = digest(batch)
-        self._compared = True
+        if self._mesh.data.size > 1 and not self._warned:
+            self._rows = lowest_rows(batch)
+        self._compared = step
 
-    def warn(self) -> None:
-        """Warn, the first time, where all data-parallel ranks have the same batch. All ranks must call."""
-        digests: list[Any] = [] if self._warned else self._mesh.data.gather_objects(self._digest)
+    def warn(self, step: int) -> None:
+        """Warn once where data-parallel ranks have the same samples, in a step that compares. All ranks must
+        call."""
+        due, self._asked = self._is_due(self._asked, step), step
+        if not due or self._warned or self._mesh.data.size == 1:
+            return
+        gathered: list[Any] = self._mesh.data.gather_objects([self._mesh.rank, self._rows])
+        rows = {rank: {*theirs} for rank, theirs in gathered}
+        first, *others = rows.values()
+        self._rows = []
+        if first and others and all(each == first for each in others):
+            text = _SAME.format(len(rows), len(rows) - 1)
+        elif shared := self._pairs(rows):
+            text = _SHARED.format(*min(shared), step + 1)
+        else:
+            return
         self._warned = True
-        if len(digests) > 1 and digests[0] is not None and len({*digests}) == 1:
-            warn(
-                f"all {len(digests)} data-parallel ranks train on the same batch, "
-                f"so that {len(digests) - 1} of them add nothing: give each "
-                "its own share, with engine.loader(dataset), or a DataLoader "
-                "with sampler=DistributedSampler(dataset, dp.size, dp.rank), dp "
-                "being engine.mesh.dp"
-            )
+        warn(f"{text}: {_SHARES}")
+
+    def _pairs(self, rows: Mapping[int, set[int]]) -> set[tuple[int, int]]:
+        """Return the pairs of ranks that share half of their samples or more: several, or in two comparisons
+        on end, as a data set may have a sample twice."""
+        holders = defaultdict[int, list[int]](list)
+        for rank, theirs in rows.items():
+            for row in theirs:
+                holders[row].append(rank)
+        common = Counter((ranks[0], other) for ranks in holders.values() for other in ranks[1:])
+        shared = {pair for pair, n in common.items() if 2 * n >= max(len(rows[rank]) for rank in pair)}
+        found = {pair for pair in shared if common[pair] >= SEVERAL or pair in self._shared}
+        self._shared = shared
+        return found
 
 
 def split(batch: Any, count: int) -> list[Any]:
-    """`batch` cut along its samples into `count` micro-batches that differ by one sample at most. Cut are
-    tensors, arrays and lists as long as these, as of a sample's name; all else goes into each.
+    """Cut `batch` along its samples into `count` micro-batches that differ by one sample at most. Tensors,
+    arrays, and lists of the same length are cut; everything else goes into each micro-batch.
 
     Raises BatchError for a tensor that cannot be cut."""
     if count == 1:
@@ -293,7 +356,7 @@ def split(batch: Any, count: int) -> list[Any]:
 
 
 def _bounds(samples: int, count: int) -> list[slice]:
-    """Rows of each part, cut as `tensor_split` cuts: the first parts are the longer ones."""
+    """Return the rows of each micro-batch, as `tensor_split` cuts: the first ones are the longer."""
     least, more = divmod(samples, count)
     ends = [least * i + min(i, more) for i in range(count + 1)]
     return [slice(*ends[i : i + 2]) for i in range(count)]
@@ -315,5 +378,13 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _blank(tensor: Tensor) -> Tensor:
-    """One sample of zeros in place of none."""
+    """Return one sample of zeros, for a tensor of none."""
     return tensor.new_zeros(1, *tensor.shape[1:]) if tensor.dim() else tensor
+
+
+_SAME = "all {} data-parallel ranks train on the same batch, so that {} of them add nothing"
+_SHARED = "ranks {} and {} have the same samples in their batches of step {}, which so count twice"
+_SHARES = (
+    "give each its own share, with engine.loader(dataset), or a DataLoader with "
+    "sampler=DistributedSampler(dataset, dp.size, dp.rank), dp being engine.mesh.dp"
+)

@@ -1,4 +1,4 @@
-"""An engine's loaders: whose place in the data its checkpoints keep.
+"""The loaders of an engine, whose place in the data its checkpoints keep.
 
 Communication: none."""
 
@@ -14,11 +14,10 @@ from polyreme.errors import BatchError, DataError
 
 
 class Loaders:
-    """The loaders without an end that an engine has made, in their order, and where those begin that are
-    still to be made."""
+    """The endless loaders that an engine has made, in order, and the places where those to come begin."""
 
     def __init__(self, mesh: Mesh, size: int, seed: int, shuffle: bool) -> None:
-        """size: of a global batch, in samples. seed, shuffle: of those that are given none."""
+        """size: samples of a global batch. seed, shuffle: defaults of loaders."""
         self._mesh, self._size, self._seed, self._shuffle = mesh, size, seed, shuffle
         self._made: list[Loader] = []
         self._coming: list[Mapping[str, Any]] = []
@@ -47,12 +46,17 @@ class Loaders:
             self._made.append(made)
         return made
 
+    def place(self) -> str:
+        """Return where the batches that were handed out last begin, as the end of a sentence."""
+        began = [each.began for each in self._made if each.began is not None]
+        return "".join(f"; its data begin at sample {sample} of epoch {epoch}" for epoch, sample in began)
+
     def state_dict(self) -> list[Mapping[str, Any]]:
-        """The place of each in the data."""
+        """Return the place of each loader in the data."""
         return [loader.state_dict() for loader in self._made] or list(self._coming)
 
     def load_state_dict(self, places: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Go on from what `state_dict` gave. Returns what there is to say of it."""
+        """Restore the result of `state_dict`. Returns notes for the user."""
         notes = []
         for loader, place in zip(self._made, places, strict=False):
             try:

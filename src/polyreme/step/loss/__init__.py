@@ -1,1 +1,1 @@
-"""The loss of a micro-batch, and what its graph tells of it."""
+"""The loss of a micro-batch, and the reading of its autograd graph."""

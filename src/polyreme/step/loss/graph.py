@@ -1,8 +1,8 @@
-"""Autograd's graph of a loss, and what it tells of it: what it is the mean of, and whether it is a sum, or
-was divided. Changes nothing.
+"""Readings of a loss' autograd graph: the number that it is a mean over, and whether it is a sum or was
+divided. Changes nothing.
 
-Of a user's loss only what stands at the loss itself is read; a model's own is followed to the means that it
-is put together from."""
+Of a user's loss only its last operators are read; a model's own loss is followed to the means that it is put
+together from."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from polyreme.models.tensor_access import touching
 from polyreme.zero.parameter import engine_of
 
 MEAN, SUM = 1, 2
-"""torch's numbers of reductions."""
+"""torch's codes of loss reductions."""
 
 BY_FREQUENCY = (
     "by which a row's gradient is divided by how often it was looked up in one micro-batch of one rank: the "
     "step would depend on how the batch is cut. Leave it out; weight rare rows in the loss, or give "
     "optimizer.groups a learning rate for the table"
 )
-"""What is wrong with `scale_grad_by_freq` where a batch is cut."""
+"""The problem with `scale_grad_by_freq` where a batch is cut."""
 
 
-def refuse_tables(module: nn.Module, parts: int) -> None:
-    """Raise ModelError for tables that their lookups change: each rank would change its own copy, of other
-    rows, and no master would; and for gradients that depend on how the batch is cut, if it is, into
-    `parts`."""
+def refuse_tables(module: nn.Module, micro_batches: int) -> None:
+    """Raise ModelError for embedding tables with `max_norm`, whose lookups would change each rank's copy in
+    its own way, and no master; and for `scale_grad_by_freq` where a batch is cut into `micro_batches`, on
+    which the gradients would depend."""
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
             raise ModelError(f"{name} has max_norm = {each.max_norm}, with which "
                              "lookups change its weight, on each rank another way: "
                              "leave max_norm out, and scale what "
                              "it returns in the model's forward")  # fmt: skip
-        if getattr(each, "scale_grad_by_freq", False) is True and parts > 1:
+        if getattr(each, "scale_grad_by_freq", False) is True and micro_batches > 1:
             raise ModelError(f"{name or 'the model'} has scale_grad_by_freq = True, {BY_FREQUENCY}")
 
 
@@ -50,14 +50,20 @@ def refuse_by_frequency(roots: Iterable[Tensor]) -> None:
         raise ModelError(f"the model looks rows up with scale_grad_by_freq=True, {BY_FREQUENCY}")
 
 
-def of_no_engine(loss: Tensor) -> list[nn.Parameter]:
-    """Parameters that `loss` depends on and that no engine was given."""
+def untrained_parameters(loss: Tensor) -> list[nn.Parameter]:
+    """Return the parameters that `loss` depends on and that no engine was given."""
     leaves = (getattr(node, "variable", None) for node in _behind([loss]))
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and engine_of(leaf) is None]
 
 
+def computed_from(loss: Tensor, outputs: Iterable[Tensor]) -> bool:
+    """Return whether the graph of `loss` contains one of `outputs`."""
+    nodes = {output.grad_fn for output in outputs}
+    return any(node in nodes for node in _behind([loss]))
+
+
 def _behind(roots: Iterable[Tensor]) -> Iterator[Any]:
-    """All nodes of the graph behind `roots`."""
+    """Return all nodes of the graph behind `roots`."""
     waiting, seen = [root.grad_fn for root in roots], set[Any]()
     while waiting:
         node: Any = waiting.pop()
@@ -68,9 +74,9 @@ def _behind(roots: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def weight_of(loss: Tensor) -> float | None:
-    """What a loss made of torch's cross entropy or nll_loss (times a number, smoothed, several of them) is
-    the mean of: the class weights of the targets, but for ignored ones, summed. None for other losses, and
-    where its parts are means over different numbers. Waits for the device."""
+    """Return the number that a loss of torch's cross entropy or nll_loss (scaled, smoothed, or several of
+    them) is a mean over: the class weights of all targets but ignored ones, summed. None for other losses,
+    and where its terms are means over different numbers. Waits for the device."""
     means = list(_means(loss.grad_fn))
     if not any(name.startswith("NllLoss") for name, _ in means) or len({over for _, over in means}) > 1:
         return None
@@ -78,9 +84,9 @@ def weight_of(loss: Tensor) -> float | None:
 
 
 def refuse_scaled(loss: Tensor, own: Any, microbatches: int, samples: int) -> None:
-    """Raise BatchError for a loss that is no mean over its micro-batch: one of torch's with reduction="sum",
-    a sum over all `samples`, or a mean (or the model's `own` loss) divided by the number of `microbatches` of
-    a step."""
+    """Raise BatchError for a loss that is no mean over its micro-batch: a torch loss with reduction="sum", a
+    sum over all `samples`, or a mean (or the model's `own` loss) divided by the number of `microbatches` of a
+    step."""
     node: Any = loss.grad_fn
     if _is_sum(node, samples):
         raise BatchError(
@@ -97,7 +103,8 @@ def refuse_scaled(loss: Tensor, own: Any, microbatches: int, samples: int) -> No
     ):
         return
     by = float(other) if _name(node).startswith("DivBackward") else 1 / float(other or 1)
-    if by == microbatches and (_is_mean(inner) or inner is getattr(own, "grad_fn", None)):
+    is_mean = _name(inner).startswith("MeanBackward") or getattr(inner, "_saved_reduction", None) == MEAN
+    if by == microbatches and (is_mean or inner is getattr(own, "grad_fn", None)):
         raise BatchError(
             f"the loss was divided by {microbatches}, the micro-batches "
             "of a step, as other loops need it: a step is the mean of its micro-batches already. Call "
@@ -105,9 +112,9 @@ def refuse_scaled(loss: Tensor, own: Any, microbatches: int, samples: int) -> No
         )
 
 
-def doubt(loss: Tensor, weight: float) -> str | None:
-    """What a loss is the mean of, in words, if not all of it is a mean over `weight` labels or samples of the
-    same size each; None where it is, or autograd has no record of it. Waits for the device."""
+def describe_terms(loss: Tensor, weight: float) -> str | None:
+    """Return in words what a loss is made of, if not all its terms are means over `weight` labels or samples
+    of one size each; None where they are, or where autograd has no record of them. Waits for the device."""
     means = list(_means(loss.grad_fn))
     if all(over is not None and over > 0 and over % weight == 0 for _, over in means):
         return None
@@ -132,14 +139,14 @@ _THROUGH = (
     "Alias",
     "Clone",
 )
-"""Operators that leave a mean a mean, or put means together."""
+"""Operators that keep a mean a mean, or combine means."""
 _SCALES = ("DivBackward", "MulBackward")
-"""Beginnings of the names of products and quotients; there are losses whose names begin with "Mul"."""
+"""Prefixes of products' and quotients' names; there are losses whose names begin with "Mul"."""
 
 
 def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
-    """What a loss is put together from: the operator, and what it is the mean of; None where that is no mean
-    that is known."""
+    """Return the operators that a loss is put together from, each with the number that it is a mean over;
+    None where it is no known mean."""
     waiting, seen = [loss] if loss is not None else [], set[Any]()
     while waiting:
         node: Any = waiting.pop()
@@ -155,7 +162,7 @@ def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
         elif name == "Mean":
             yield name, node._saved_self_sym_numel
         elif name == "Div" and (summed := _sum_in(node.next_functions[0][0])) is not None:
-            # logits of a vocabulary that is divided over ranks
+            # our loss of logits that are divided over the vocabulary
             ours = _name(summed.next_functions[0][0]).startswith("_CrossEntropy")
             yield "NllLoss" if ours else "Sum / n", float(node._saved_other)
         elif name in _THROUGH:
@@ -165,7 +172,7 @@ def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
 
 
 def _sum_in(node: Any) -> Any:
-    """The sum that it is, perhaps times a number; None for anything else."""
+    """Return the sum that `node` is, perhaps times a number; None for anything else."""
     while (
         _name(node).startswith(("NegBackward", "MulBackward"))
         and len([inner for inner, _ in node.next_functions if inner is not None]) == 1
@@ -181,11 +188,12 @@ def refuse_penalty(
     among: Sequence[str],
     is_last: bool = False,
 ) -> None:
-    """Raise ModelError for a loss with a term that depends on `parameters` alone, not on the `outputs` of the
-    model or, without any, on what a pipeline stage received: each stage would have its own part of it.
+    """Raise ModelError for a loss with a term that depends on `parameters` alone, and not on the `outputs` of
+    the model (without any: on the input that a pipeline stage received), as each stage would have its own
+    summand of the term.
 
-    Parameters count that are of the modules `among`, of which other stages have some; others, where they are
-    more than single numbers, unless the rank has the last stage alone (`is_last`), and so all of the term."""
+    Counted are parameters of the modules `among`, of which other stages have some, and others of more than
+    one number, unless the rank has the last stage alone (`is_last`) and so all of the term."""
     names = {
         id(p): name
         for name, p in parameters
@@ -193,28 +201,28 @@ def refuse_penalty(
     }
     given = {tensor.grad_fn for tensor in outputs}
     found = _depending(loss, given, names)
-    if not found[loss.grad_fn][0]:  # nothing of the stages before is trained
+    if not found[loss.grad_fn][0]:  # no stage before this one is trained
         return
     for node in [node for node, (depends, *_) in found.items() if depends and node not in given]:
         for each, output in [edge for edge in node.next_functions if edge[0] is not None]:
             depends, name, size = found[each]
             if not given and _size(node, 0) > 1 and _name(node).startswith(_SCALES):
-                continue  # of a model's own loss all blocks are looked at, and these scale activations
-            # a single number may scale much; a term of the loss is added to a number
+                continue  # for a model's own loss all blocks are searched, and these scale activations
+            # a parameter of one number may scale many; a term of the loss is added to one number
             if not depends and _size(each, output) == 1 and size > (_size(node, 0) > 1):
                 raise ModelError(_PENALTY.format(name))
 
 
 class Unrecorded(TorchFunctionMode):
-    """Refuses what a loss reads of parameters, by `names` for their ids, so that autograd has no record of
-    it; `outputs` are the model's."""
+    """Refuses a loss that reads parameters in a way that autograd does not record. names: of parameters, by
+    id. outputs: the model's."""
 
     def __init__(self, names: Mapping[int, str], outputs: Iterable[Tensor]) -> None:
         super().__init__()
         self._names, self._given = names, {tensor.grad_fn for tensor in outputs} - {None}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # what a user compiled has this in its graph, too
+        # in compiled code this call is in the graph
         if not torch.compiler.is_compiling() and (what := touching(func)) is not None:
             takes = what in ("detach", "data", "item", "tolist", "__float__")
             for leaf in pytree.tree_leaves((args, kwargs)) if takes or not torch.is_grad_enabled() else ():
@@ -230,15 +238,15 @@ class Unrecorded(TorchFunctionMode):
 def _depending(
     loss: Tensor, given: Collection[Any], names: Mapping[int, str]
 ) -> dict[Any, tuple[bool, str, int]]:
-    """By node of its graph as far as `given`: whether it depends on these or on what is no parameter; and the
-    largest of the parameters that have `names`, and its size."""
+    """Return for each node of the graph down to `given`: whether it depends on these or on something other
+    than a parameter; and the name and size of the largest parameter in `names` that it depends on."""
     found: dict[Any, tuple[bool, str, int]] = {}
     todo = [loss.grad_fn]
-    while todo:  # a node after those below it
+    while todo:  # visit a node after those below it
         node: Any = todo[-1]
         below = [each for each, _ in node.next_functions if each is not None and each not in found]
         if below and node not in found and node not in given:
-            found[node] = (False, "", 0)  # it waits for them
+            found[node] = (False, "", 0)  # visited again once those below it are done
             todo += below
             continue
         leaf = getattr(todo.pop(), "variable", None)
@@ -263,17 +271,13 @@ _PENALTY = (
 )
 
 
-def mixes(loss: Tensor) -> bool:
-    """Whether torch's cross entropy is a part of it."""
+def has_cross_entropy(loss: Tensor) -> bool:
+    """Return whether torch's cross entropy is a term of the loss."""
     return any(name.startswith("NllLoss") for name, _ in _means(loss.grad_fn))
 
 
 def _name(node: object) -> str:
     return type(node).__name__
-
-
-def _is_mean(node: Any) -> bool:
-    return _name(node).startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == MEAN
 
 
 def _is_sum(node: Any, samples: int) -> bool:

@@ -1,5 +1,5 @@
-"""The loss of a micro-batch: the model's own or a loss function's, always as a sum and the weight that it is
-the sum over.
+"""The loss of a micro-batch, the model's own or a loss function's, as a sum and the weight that the sum is
+over.
 
 Invariant: the sum of all losses over the sum of all weights is the mean over the global batch, however the
 batch is split over micro-batches and ranks. Where the loss is a mean over labels, its weight is their number;
@@ -30,7 +30,7 @@ from polyreme.models.huggingface import (
     training_arguments,
 )
 from polyreme.step.batch.batches import leading_sizes
-from polyreme.step.loss.graph import doubt
+from polyreme.step.loss.graph import describe_terms
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
 """loss_fn(output, target) -> mean loss (scalar), or (sum of losses, weight). `target` is the batch's last
@@ -38,8 +38,8 @@ element where the batch is a tuple, and the whole batch otherwise."""
 
 
 class Objective:
-    """Calls the model on a micro-batch and reads its loss. What the model gets is cast to its dtype; what
-    only the loss sees is not.
+    """Calls the model on a micro-batch and reads its loss. Inputs of the model are cast to its dtype, targets
+    are not.
 
     A mapping is passed to the model as keyword arguments (with a `loss_fn`, only those that its forward
     takes, and no `labels`), a tuple or list as positional arguments (with a `loss_fn`, all but the last),
@@ -52,11 +52,11 @@ class Objective:
         cast: Callable[[Any], Any] = lambda inputs: inputs,
         is_split: bool = True,
         share: float | None = None,
-        tells: bool = True,
+        warns: bool = True,
     ) -> None:
-        """`cast` brings what the model gets into the dtype that it computes in. tells: this
-        rank warns, for all. The others are as in `cut`."""
-        self._tells = tells
+        """`cast` brings inputs into the dtype that the model computes in. warns: this rank warns, for all.
+        is_split, share: see `cut`."""
+        self._warns = warns
         self.cut(is_split, share)
         if getattr(loss_fn, "reduction", None) == "sum" and share is None:
             raise BatchError(
@@ -69,18 +69,18 @@ class Objective:
 
     @property
     def is_own(self) -> bool:
-        """Whether the loss is the model's own."""
+        """True if the loss is the model's own."""
         return self._loss_fn is None
 
     def cut(self, is_split: bool, share: float | None) -> None:
-        """Say how batches are cut. is_split: a step has several micro-batches, on all ranks together, so that
-        what a loss is the mean of counts. `share`: every loss has this weight instead."""
+        """Set how batches are cut. is_split: a step has several micro-batches, over all ranks, so that it
+        matters what a loss is a mean over. `share`: every loss has this weight instead."""
         self._share = share
-        # that losses are means over what they are taken for
+        # True once a loss was checked to be a mean over its weight
         self._checked = not is_split or share is not None
 
     def of(self, model: nn.Module) -> Objective:
-        """One that calls another model, cut in the same way."""
+        """Return an objective that calls another model, cut in the same way."""
         made = copy.copy(self)
         made._call(model)
         return made
@@ -90,18 +90,12 @@ class Objective:
         self._signature = ForwardSignature.of(model)
         self.fixed = training_arguments(model)
 
-    def __call__(self, batch: Any, weight: float | None = None) -> tuple[Tensor, float]:
-        """(sum of losses with its graph, weight). `weight` is `self.weight(batch)`, where that is known
-        already: to count the labels of a batch that is on a device waits for the device. Raises BatchError
-        for a loss that is not a scalar."""
-        return self.loss(self.output(batch), batch, weight)
-
     def call(self, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """What the model returns when it is called in a loop of the user's own."""
+        """Call the model in a loop of the user's own, and return its output."""
         return self.model(*self.cast(args), **{**self.fixed, **self.cast_keywords(kwargs)})
 
     def output(self, batch: Any) -> Any:
-        """What the model returns for a micro-batch."""
+        """Return the model's output for a micro-batch."""
         args, kwargs = self.cast(self._positional(batch)), self.cast_keywords(self._keywords(batch))
         try:
             return self.model(*args, **kwargs)
@@ -115,11 +109,11 @@ class Objective:
             ) from error
 
     def cast_keywords(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments as the model gets them: all cast but `labels`, which only its loss reads,
-        and without `num_items_in_batch`, as its loss must be the mean over the micro-batch."""
+        """Return keyword arguments for the model: all cast but `labels`, which only its loss reads, and
+        without `num_items_in_batch`, as its loss must be the mean over the micro-batch."""
         if self._share is not None:
             return {name: value if name == "labels" else self.cast(value) for name, value in inputs.items()}
-        if NUM_ITEMS in inputs and self._tells:
+        if NUM_ITEMS in inputs and self._warns:
             warn(
                 f"{NUM_ITEMS} is not passed to the model, which so returns "
                 "the mean over the micro-batch's labels: the engine counts the "
@@ -133,8 +127,10 @@ class Objective:
         }
 
     def loss(self, output: Any, batch: Any, weight: float | None = None) -> tuple[Tensor, float]:
-        """The sum of losses and the weight of a model's output for `batch`; a zero where `weight` is 0."""
-        # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
+        """Return the sum of losses and the weight of a model's output for `batch`; a zero where `weight` is
+        0."""
+        # no label: the mean is 0/0, and so is its gradient; the graph is kept, as other ranks wait for its
+        # backward
         if weight == 0:
             return _zero(output), 0.0
         if self._loss_fn is None:
@@ -150,17 +146,16 @@ class Objective:
             if not self._checked and torch.is_grad_enabled():
                 self._checked = True
                 known = _classes(self._loss_fn, given[1]) is not None
-                if not known and (seen := _no_mean(self._loss_fn, *given, loss)) and self._tells:
+                if not known and (seen := _no_mean(self._loss_fn, *given, loss)) and self._warns:
                     warn(seen, every=True)
         return self.sum_of(loss, float(self.weight(batch) if weight is None else weight), output)
 
     def check_own(self, loss: Any, weight: float) -> None:
-        """Warn, once, where a loss, mostly the model's own, is seen to be no mean over `weight`, as which it
-        is taken."""
+        """Warn, once, where a loss, mostly the model's own, is visibly no mean over `weight`."""
         if self._checked or not weight or not torch.is_grad_enabled() or not isinstance(loss, Tensor):
             return
         self._checked = True
-        if (seen := doubt(loss, weight)) is not None and self._tells:
+        if (seen := describe_terms(loss, weight)) is not None and self._warns:
             warn(
                 f"the loss of {type(self.model).__name__} is made of {seen}, "
                 f"and it is weighted as a mean over {weight:g} labels or "
@@ -171,16 +166,18 @@ class Objective:
             )
 
     def sum_of(self, loss: Any, weight: float, output: Any) -> tuple[Tensor, float]:
-        """The sum that a mean loss of `weight` stands for, and that weight. Raises BatchError for a loss that
-        is not a scalar."""
-        # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
+        """Return the sum that a mean loss of this `weight` stands for, and the weight. Raises BatchError for
+        a loss that is not a scalar."""
+        # no label: the mean is 0/0, and so is its gradient; the graph is kept, as other ranks wait for its
+        # backward
         if weight == 0:
             return _zero(output), 0.0
         loss = _scalar(loss)
         return loss * weight, weight
 
     def weight(self, batch: Any) -> float:
-        """What a mean loss over `batch` is the mean of. Raises BatchError where that cannot be seen."""
+        """Return the number that a mean loss over `batch` is over. Raises BatchError where it cannot be
+        counted."""
         if (weight := self.visible_weight(batch)) is None:
             raise BatchError(
                 "what the loss is the mean of cannot be seen: the batch "
@@ -190,8 +187,8 @@ class Objective:
         return weight
 
     def visible_weight(self, batch: Any) -> float | None:
-        """The batch's labels, or else its samples: the first dimension that all its tensors share, or that a
-        `loss_fn`'s target has; None where there is none."""
+        """Return the number of the batch's labels, or else of its samples: the first dimension that all its
+        tensors share, or that a `loss_fn`'s target has; None where there is none."""
         if self._share is not None:
             return self._share
         target = self._target(batch)
@@ -223,7 +220,7 @@ class Objective:
 
 
 def _own_loss(output: Any) -> Any:
-    """The loss in a model's output: `.loss`, ["loss"], the first of a tuple, or the output itself."""
+    """Return the loss in a model's output: `.loss`, ["loss"], the first of a tuple, or the output itself."""
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
@@ -239,7 +236,7 @@ def _own_loss(output: Any) -> Any:
 
 
 def _takes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the model's forward has parameters for these arguments."""
+    """Return whether the model's forward has parameters for these arguments."""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError:
@@ -248,8 +245,9 @@ def _takes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _classes(loss_fn: Any, target: Any) -> float | None:
-    """What torch's cross entropy of `target` is the mean of: its classes' weights summed, or the number that
-    is not ignored. None for any other loss_fn, and where targets are probabilities."""
+    """Return the number that torch's cross entropy of `target` is a mean over: its classes' weights summed,
+    or the number of targets that are not ignored. None for any other loss_fn, and where targets are
+    probabilities."""
     known = loss_fn in (F.cross_entropy, F.nll_loss) or isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
     if not known or not isinstance(target, Tensor) or target.is_floating_point():
         return None
@@ -259,21 +257,21 @@ def _classes(loss_fn: Any, target: Any) -> float | None:
 
 
 def _no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> str:
-    """Compare, once, the loss of a micro-batch with the mean of those of its halves, and say where it is no
-    mean over samples. On all ranks, between which a loss_fn may communicate."""
+    """Compare, once, the loss of a micro-batch with the mean of its halves' losses. Returns a warning where
+    it is no mean over samples, else "". All ranks call, as a loss_fn may communicate between them."""
     sizes = leading_sizes((output, target))
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not tensors_in(output):  # none to halve
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not tensors_in(output):  # nothing to halve
         return ""
     if len(sizes) != 1 or (samples := sizes.pop()) < 2:
         return ""
     state, half = torch.get_rng_state(), samples // 2
     total, seen = 0.0, ""
-    # a loss_fn that takes no fewer samples tells nothing
+    # a loss_fn may not take fewer samples
     with torch.no_grad(), contextlib.suppress(Exception):
         for rows in (slice(half), slice(half, None)):
             total += float(loss_fn(*_rows((output, target), rows))) * len(range(samples)[rows])  # type: ignore[arg-type]
         whole, mean = float(loss.detach()), total / samples
-        # sums near 0 have few digits left
+        # a sum near 0 has few correct digits
         rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(abs(whole), abs(mean)) + 1e-6
         if abs(whole - mean) > rounding and math.isfinite(whole) and math.isfinite(mean):
             seen = (
@@ -292,8 +290,9 @@ def _rows(value: Any, rows: slice) -> Any:
 
 
 def _alike(output: Any, target: Any, loss_fn: Any = None) -> tuple[Any, Any]:
-    """Both with their floating tensors in the widest dtype among them, where the target (or the loss_fn, as
-    class weights) has some: no number of it is rounded, and torch's losses get one dtype."""
+    """Return output and target with their floating tensors in the widest dtype among them, where the target
+    (or the loss_fn, by class weights) has some: no number of it is rounded, and torch's losses get one
+    dtype."""
     wanted, made = (
         [t.dtype for t in tensors_in(value) if t.is_floating_point()] for value in (target, output)
     )
@@ -316,8 +315,8 @@ def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise BatchError(
-            f"the loss must be a scalar tensor, but is {what}: "
-            "return a mean loss, or (loss_sum, weight) from loss_fn"
+            f"the loss must be a scalar tensor, but is {what}: give backward() the tensor of a mean loss, "
+            "not its .item(); a loss_fn returns that, or (loss_sum, weight)"
         )
     if loss.grad_fn is None and torch.is_grad_enabled():
         raise BatchError(
@@ -329,7 +328,8 @@ def _scalar(loss: Any) -> Tensor:
 
 
 def _zero(output: Any) -> Tensor:
-    """A zero that depends on all of `output` but whose gradient is zero, even where `output` has NaN."""
+    """Return a zero that depends on all of `output`, with a gradient of zero, even where `output` has NaN."""
     floating = [t for t in tensors_in(output) if t.is_floating_point()]
-    tensors = [t for t in floating if t.dim()] or floating  # a loss may be 0/0, and so its gradient
+    # a scalar may be the loss, 0/0, and so is its gradient
+    tensors = [t for t in floating if t.dim()] or floating
     return sum(((torch.nan_to_num(t) * 0.0).sum().float() for t in tensors), torch.zeros(()))

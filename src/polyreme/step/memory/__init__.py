@@ -1,1 +1,1 @@
-"""What a step keeps in memory, recomputes, and tells of it."""
+"""The memory of a step: activations kept or recomputed, and reports and forecasts."""

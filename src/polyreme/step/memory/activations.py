@@ -20,25 +20,30 @@ from polyreme.step.memory.recomputation import Saved, measure, wrap_blocks
 
 
 class Activations:
-    """The activations of a model's blocks, as `memory` says; `compiles`: whether blocks are compiled."""
+    """Sets the forwards of a model's blocks so that their activations are kept, recomputed or moved off the
+    device, as the config's `memory` says, and measures those kept. `compiles`: whether blocks are
+    compiled. on_cpu: whether CPUs compute, in the run itself."""
 
-    def __init__(self, memory: MemorySection, compiles: bool, device: torch.device, patches: Patches) -> None:
+    def __init__(
+        self, memory: MemorySection, compiles: bool, device: torch.device, patches: Patches, on_cpu: bool
+    ) -> None:
         self.offload: ActivationOffload | None = None
-        """Where the inputs of recomputed blocks are, if not on the device."""
+        """The store for inputs of recomputed blocks, if they leave the device."""
         if memory.activations not in ("keep", "recompute"):
             where = str(memory.activations)
             self.offload = ActivationOffload(device, None if where == "host" else Path(where))
-        self._memory, self._compiles, self._device, self._patches = memory, compiles, device, patches
+        self._memory, self._compiles, self._patches = memory, compiles, patches
+        self._by_rows = on_cpu and not compiles
         self._module = nn.Module()
         self._blocks: dict[str, nn.Module] | None = None
         self._recomputed: list[nn.Module] = []
         self._so_far = Saved()
-        self._first: Saved | None = Saved() if compiles else None  # None before they are measured
+        self._first: Saved | None = Saved() if compiles else None  # None until they are measured
 
     def wrap(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        """Set the forwards of those of `blocks`, which are all that repeat in `module` now, that are new."""
+        """Set the forwards of new ones among `blocks`, which are all repeated blocks of `module` now."""
         self._module = module
-        if self._device.type == "cpu" and not self._compiles:
+        if self._by_rows:
             look_up_by_rows(module, self._patches)
         memory, known = self._memory, {id(block) for block in (self._blocks or {}).values()}
         new = {name: block for name, block in blocks.items() if id(block) not in known}
@@ -69,7 +74,7 @@ class Activations:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Count what the forwards inside keep for backward, until the first micro-batch is at its end."""
+        """Count the bytes that forwards inside keep for backward, during the first micro-batch."""
         if self._first is not None:
             yield
             return
@@ -78,6 +83,6 @@ class Activations:
         self._so_far = Saved(self._so_far.bytes + saved.bytes, self._so_far.moved + saved.moved)
 
     def end_microbatch(self) -> None:
-        """Take note that all forwards of a micro-batch are done."""
+        """Note that all forwards of a micro-batch are done."""
         if self._first is None:
             self._first = self._so_far

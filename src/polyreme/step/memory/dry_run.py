@@ -1,9 +1,8 @@
-"""What a rank of a run has in memory, before there is a run: the engine's own layout, over a simulated mesh
-and fake tensors.
+"""The memory of a rank before there is a run: the engine's own layout, over a simulated mesh and fake
+tensors.
 
 Invariant: sizes come from the objects that a run has, made by the functions that make them there; no number
-of a model is read, and no memory, file or device is taken. Communication: none.
-"""
+of a model is read, and no memory, file or device is taken. Communication: none."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from polyreme.models.wrappers import unwrap
 from polyreme.optim.groups import Recipe, recipe
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Name
-from polyreme.placement.build import share_out
+from polyreme.placement.build import shard_model
 from polyreme.placement.dividing import cut, divide
 from polyreme.placement.placement import Placement
 from polyreme.placement.settings import PlacementSettings
 from polyreme.step.memory.kept import ForwardSettings
-from polyreme.zero.bucket_memory import staying
-from polyreme.zero.updates import Updates
+from polyreme.zero.bucket_memory import resident_bytes
+from polyreme.zero.sharded_optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -37,32 +36,32 @@ class Placed:
     module: nn.Module
     blocks: Mapping[str, nn.Module]
     placement: Placement
-    updates: Updates
+    sharded_optimizer: ShardedOptimizer
 
     @property
     def parameters(self) -> int:
-        """Distinct parameters of this rank's part of the model, which data-parallel ranks share."""
+        """Distinct parameters of what this rank has of the model, which data-parallel ranks share."""
         return sum(slot.size for bucket in self.placement.buckets for slot in bucket.layout.slots)
 
     @property
     def memory(self) -> dict[str, int]:
-        """What `Engine.memory` tells of between steps, by category: without activations, and without
-        gradients' buffers that wait for their next use."""
+        """The bytes of `Engine.memory` between steps, by category: without activations, and without gradient
+        buffers that wait for reuse."""
         parameters, gradients, masters = (
-            sum(staying(bucket)[i] for bucket in self.placement.buckets) for i in range(3)
+            sum(resident_bytes(bucket)[i] for bucket in self.placement.buckets) for i in range(3)
         )
         buffers = sum(buffer.nbytes for buffer in self.module.buffers())
-        states = masters + self.updates.nbytes
+        states = masters + self.sharded_optimizer.nbytes
         here = {"parameters": parameters, "gradients": gradients, "states": states, "buffers": buffers}
-        return here | self.placement.offload.elsewhere()
+        return here | self.placement.offload.off_device_bytes()
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What decides, before there is a run, what each of its ranks has.
+    """The settings that decide the memory of each rank of a run.
 
-    axes, order: of its mesh. schedule, virtual: of its pipeline. micro: samples of a micro-batch; share: of a
-    rank in a step."""
+    axes, order: of its mesh. schedule, virtual: of its pipeline. micro: samples of a micro-batch. share:
+    samples of a rank in a step."""
 
     axes: Mapping[str, int]
     order: Sequence[str]
@@ -81,9 +80,9 @@ class RunSettings:
 
 
 def place(model: nn.Module, run: RunSettings, rank: int) -> Placed:
-    """What rank `rank` of a run would have of `model`, which is on the meta device and is divided in place.
+    """Divide `model`, which is on the meta device, in place, as on rank `rank` of a run.
 
-    Raises what `initialize` would, of a model or a config that do not go together."""
+    Raises what `initialize` would, for a model or a config that do not go together."""
     settings = run.placement
     mesh = SimulatedMesh.of(run.axes, run.order, rank, settings.device, False)
     module = unwrap(model)
@@ -95,8 +94,10 @@ def place(model: nn.Module, run: RunSettings, rank: int) -> Placed:
     if partition is not None:
         blocks = partition.blocks_of(module, pipeline.mine)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        placement = share_out(module, blocks, made, division, settings, mesh)
-        updates = Updates(placement.trainable, placement.offload, made.groups, settings.compact)
-        for update in updates:
-            update.state.allocate({slot.name: {"step": 1.0} for slot in update.state.slots()}, {})
-    return Placed(module, blocks, placement, updates)
+        placement = shard_model(module, blocks, made, division, settings, mesh)
+        sharded_optimizer = ShardedOptimizer(
+            placement.trainable, placement.offload, made.groups, settings.compact
+        )
+        for optimizer in sharded_optimizer:
+            optimizer.state.allocate({slot.name: {"step": 1.0} for slot in optimizer.state.slots()}, {})
+    return Placed(module, blocks, placement, sharded_optimizer)

@@ -1,8 +1,7 @@
-"""What forwards keep for their backward, counted on fake tensors: how many samples a micro-batch may have is
-told before there is a run.
+"""The memory that forwards keep for their backward, counted on fake tensors, to say before a run how many
+samples a micro-batch may have.
 
-Invariant: no number is read, and no memory taken. Communication: none.
-"""
+Invariant: no number is read, and no memory taken. Communication: none."""
 
 from __future__ import annotations
 
@@ -28,23 +27,22 @@ from polyreme.step.precision import DTYPES, autocast
 
 @dataclass(frozen=True)
 class Kept:
-    """What the backward of one micro-batch takes of a model that is not divided. bytes: what forwards keep
-    for it, and a recomputed block beside; largest: those of the largest tensor of it, of which the backward
-    makes a gradient."""
+    """The memory for the backward of one micro-batch of an undivided model. bytes: kept by forwards, with one
+    recomputed block. largest: the largest tensor, of which the backward makes a gradient."""
 
     bytes: int
     largest: int
 
 
 def device_of_ranks() -> torch.device:
-    """The device that ranks on a machine like this one compute on."""
+    """Return the device that ranks on a machine like this one compute on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """How forwards are computed, as `precision.compute` says, what is kept of them, as `memory` does, and how
-    many tokens the samples have."""
+    """The settings of forwards: their format (`precision.compute`), the activations that they keep
+    (`memory`), and the tokens of each sample."""
 
     compute: str
     memory: MemorySection
@@ -54,8 +52,8 @@ class ForwardSettings:
 def kept(
     model: nn.Module, settings: ForwardSettings, samples: int, device: torch.device | None = None
 ) -> Kept | str:
-    """What a micro-batch of so many samples keeps of all of `model`, which is on the meta device and is
-    changed; or why that cannot be told."""
+    """Return the memory that a micro-batch of so many samples keeps of all of `model`, which is on the meta
+    device and is changed; or why it is not known."""
     module = unwrap(model).train()
     batch: Any = huggingface.sample_batch(module, 1, settings.sequence)
     if batch is None:
@@ -71,8 +69,9 @@ def kept(
 def kept_by(
     module: nn.Module, settings: ForwardSettings, device: torch.device, call: Callable[[Any], Any]
 ) -> Kept | str:
-    """The same of what `call` calls `module` with. It is given a function of a tensor, and of another shape
-    where that is wanted, which makes a fake one."""
+    """Return the memory that forwards of `module` keep for their backward; or why that is not known. `call`
+    calls the module, with inputs from a function that it is given, which returns a tensor without numbers in
+    the place of a real one, with another shape if given."""
     dtype = DTYPES[settings.compute]
     counting = _Counting(settings.memory, list(huggingface.find_blocks(module).values()))
 
@@ -81,7 +80,7 @@ def kept_by(
         return torch.empty(shape or tensor.shape, dtype=wanted, device=device)
 
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True  # the reason is enough
+    before, log.disabled = log.disabled, True  # the returned reason is enough
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), autocast(settings.compute, device):
             _replace(module, fake)
@@ -89,7 +88,7 @@ def kept_by(
                 call(fake)
     except PolyremeError:
         raise
-    except Exception as error:  # whatever a forward raises that looks at numbers
+    except Exception as error:  # any error of a forward that reads numbers
         return f"{type(module).__name__} cannot be called without numbers ({type(error).__name__})"
     finally:
         log.disabled = before
@@ -97,7 +96,7 @@ def kept_by(
 
 
 def _replace(module: nn.Module, fake: Any) -> None:
-    """Make parameters and buffers fake ones; buffers keep their dtype."""
+    """Replace parameters and buffers by fake ones; buffers keep their dtype."""
     made: dict[int, Tensor] = {}
     for each in module.modules():
         for name, old in each._parameters.items():
@@ -111,23 +110,23 @@ def _replace(module: nn.Module, fake: Any) -> None:
 
 
 class _Counting:
-    """Counts storages that a forward keeps, each once: those of recomputed blocks by block, others, blocks'
-    inputs among them, together."""
+    """Counts the bytes of each storage that a forward keeps: by block for recomputed blocks, and together for
+    all others and the blocks' inputs."""
 
     def __init__(self, memory: MemorySection, blocks: list[nn.Module]) -> None:
         self._again = blocks[:: memory.recompute_every] if memory.activations != "keep" else []
-        # else they are in host memory or in files
+        # otherwise they are in host memory or in files
         self._keeps_inputs = memory.activations == "recompute"
         self._saves = {*overloads(memory.recompute_save)} if self._again else set()
         self._shared: dict[int, int] = {}
         self._of_block: dict[nn.Module, dict[int, int]] = {block: {} for block in self._again}
         self._inside: list[nn.Module] = []
         self._fixed: set[int] = set()
-        self._alive: list[Tensor] = []  # so that no storage takes the identity of another
+        self._alive: list[Tensor] = []  # so that no storage gets the id of a freed one
 
     @contextmanager
     def forward(self, parameters: Iterator[nn.Parameter]) -> Iterator[None]:
-        """Count what the forward inside keeps, but for parameters."""
+        """Count the storages that the forward inside keeps, but for parameters."""
         self._fixed = {parameter.untyped_storage()._cdata for parameter in parameters}
         handles = [each.register_forward_pre_hook(self._enter, with_kwargs=True) for each in self._again]
         handles += [each.register_forward_hook(self._leave) for each in self._again]
@@ -137,13 +136,13 @@ class _Counting:
             handle.remove()
 
     def found(self) -> Kept:
-        """What was counted."""
-        parts = [{**each} for each in self._of_block.values()]
-        for part in parts:
-            for storage in part.keys() & self._shared.keys():
-                del part[storage]
-        largest = max((size for part in (self._shared, *parts) for size in part.values()), default=0)
-        once = max((sum(part.values()) for part in parts), default=0)
+        """Return the counted bytes."""
+        blocks = [{**each} for each in self._of_block.values()]
+        for block in blocks:
+            for storage in block.keys() & self._shared.keys():
+                del block[storage]
+        largest = max((size for block in (self._shared, *blocks) for size in block.values()), default=0)
+        once = max((sum(block.values()) for block in blocks), default=0)
         return Kept(sum(self._shared.values()) + once, largest)
 
     def _pack(self, tensor: Tensor) -> Tensor:

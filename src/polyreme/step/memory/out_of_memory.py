@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -22,22 +22,25 @@ from polyreme.errors import OutOfMemoryError, PolyremeError, shortened
 from polyreme.step import step
 
 CALLS = {"__init__": "initialize()", "__call__": "engine(...)"}
+Advise = Callable[[Any, Any, int, Any], str]
+"""Says what would fit, for a resolved config, a mesh, the bytes that this rank has, and the batch of the call
+(None where it has none)."""
 P = ParamSpec("P")
 T = TypeVar("T")
 WORDS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
-"""What an error says that is of no class of its own."""
+"""Texts of shortage errors that have no class of their own."""
 PHASES = {
     "differentiate": "the backward",
     "differentiate_inputs": "the backward",
     "rest": "the backward",
     "reduce": "the reduction of gradients",
-    "update": "the update",
+    "update_or_skip": "the update",
 }
-"""Functions of `step.step`, and what they do."""
+"""Functions of `step.step`, by what they do in a step."""
 
 
-def tells_of_memory(method: Callable[P, T]) -> Callable[P, T]:
-    """Have a method of an engine raise OutOfMemoryError where memory runs out in it."""
+def explains_out_of_memory(method: Callable[P, T]) -> Callable[P, T]:
+    """Make a method of an engine raise OutOfMemoryError where memory runs out in it."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -46,10 +49,12 @@ def tells_of_memory(method: Callable[P, T]) -> Callable[P, T]:
         except (MemoryError, RuntimeError, OSError) as error:
             if isinstance(error, PolyremeError) or not _is_shortage(error):
                 raise
-            told = OutOfMemoryError(_message(args[0], method.__name__, error))
+            engine: Any = args[0]
+            batch = args[1] if method.__name__ == "train_step" and len(args) > 1 else None
+            raised = OutOfMemoryError(_message(engine, method.__name__, error, batch))
             for note in getattr(error, "__notes__", ()):
-                told.add_note(note)
-            raise told from error
+                raised.add_note(note)
+            raise raised from error
 
     return run
 
@@ -62,24 +67,32 @@ def _is_shortage(error: BaseException) -> bool:
     return any(word in str(error) for word in WORDS)
 
 
-def _message(engine: Any, call: str, error: BaseException) -> str:
+def _message(engine: Any, call: str, error: BaseException, batch: Any) -> str:
     said = (str(error).splitlines() or [""])[0]
     asked = re.search(r"tried to allocate ([\d.]+) ?(\w+)", said, re.IGNORECASE)
     size = f": {_size(asked[1], asked[2])} were asked for" if asked else ""
     where = CALLS.get(call, f"engine.{call}()")
     lines = [f"out of memory in {' of '.join([*_place(engine, error), where])}{size}"]
     has: dict[str, int] = {}
-    with suppress(Exception):  # an engine that is not made yet
+    with suppress(Exception):  # the engine may not be complete yet
         has = {name: size for name, size in engine.memory().items() if size}
     if has:
-        told = ", ".join(f"{name} {_size(str(size), 'bytes')}" for name, size in has.items())
-        lines.append(f"this rank has {told}")
+        lines.append(f"this rank has {listed(has)}")
+    if planned := engine.config.plan.memory:
+        lines.append(f"the plan has {listed(planned)} at the peak of a step")
     less = takes_less(engine.config, engine.mesh.world_size, engine.mesh.device.type == "cpu")
     more = "nothing in its config takes less: give it more ranks with zero.stage = 3, or a smaller model"
     lines.append(f"what takes less: {'; '.join(less)}" if less else more)
+    if engine.advise is not None:
+        lines.append(engine.advise(engine.config, engine.mesh, sum(has.values()), batch))
     if said:
         lines.append(f"{type(error).__name__}: {shortened(str, said)}")
     return "\n  ".join(lines)
+
+
+def listed(memory: Mapping[str, int]) -> str:
+    """Return bytes by category as text."""
+    return ", ".join(f"{name} {_size(str(size), 'bytes')}" for name, size in memory.items())
 
 
 def _size(number: str, unit: str) -> str:
@@ -89,7 +102,8 @@ def _size(number: str, unit: str) -> str:
 
 
 def _place(engine: Any, error: BaseException) -> Iterator[str]:
-    """What ran, the innermost first: of the module whose forward it was, and of the step."""
+    """Return what ran, innermost first: the forward of a module, then the forward, backward or update of the
+    step."""
     modules: dict[int, str] = {}
     with suppress(AttributeError):
         modules = {id(module): name for name, module in engine.module.named_modules()}

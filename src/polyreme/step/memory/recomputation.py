@@ -1,9 +1,9 @@
 """Recomputation: a block's forward keeps everything for its backward, or its inputs alone, or some operators'
-outputs. The inputs are kept on the device, or elsewhere (`offload`).
+outputs. Inputs are kept on the device, or elsewhere (`offload`).
 
-Invariant: losses, gradients and buffers are the same to the last bit, dropout and running means included: for
-a recomputation the random state and the buffers are put back to where the forward began, and afterwards to
-where they were. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016."""
+Invariant: losses, gradients and buffers are the same to the last bit, dropout and running means included: a
+recomputation begins with the random state and the buffers of the forward, and restores the later ones
+afterwards. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ OPERATORS = {
         "_scaled_dot_product_fused_attention_overrideable",
     ),
 }  # fmt: skip
-"""Names for `memory.recompute_save`, each for a family of aten operators. A single aten operator's name does
-as well."""
+"""Values of `memory.recompute_save`, each for a family of aten operators. The name of one aten operator is a
+value, too."""
 
 
 def wrap_blocks(
@@ -48,12 +48,12 @@ def wrap_blocks(
     offload: ActivationOffload | None,
     patches: Patches,
 ) -> list[nn.Module]:
-    """Set each block's `forward`: compiled, where asked; recomputed in backward, every `every`-th block, but
-    for the outputs of the operators `keep`, from inputs that `offload` has meanwhile. Module hooks stay
-    outside both. Returns the blocks that are recomputed.
+    """Set each block's `forward`: compiled if asked; every `every`-th recomputed in backward, except for the
+    outputs of the operators `keep`, from inputs that `offload` holds meanwhile. Module hooks stay outside
+    both. Returns the recomputed blocks.
 
-    Of a `model` without blocks its largest parts are recomputed, or all of it at once (see `_outermost`).
-    Raises ConfigError where there are no blocks to compile, or for an unknown operator."""
+    In a `model` without blocks its largest submodules are recomputed, or all of it at once (see
+    `_outermost`). Raises ConfigError where there are no blocks to compile, or for an unknown operator."""
     if not (recompute or compiled):
         return []
     if compiled and not blocks:
@@ -77,8 +77,8 @@ def wrap_blocks(
 
 
 class _InPlace:
-    """What a block does in place of its own forward. A copy of the block, such as a frozen reference, has its
-    own forward again."""
+    """The forward of a wrapped block. A copy of the block, such as a frozen reference, has its own forward
+    again."""
 
     def __init__(self, own: Callable[..., Any], forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)
@@ -108,10 +108,10 @@ class Saved:
 def measure(
     recomputed: Iterable[nn.Module], parameters: Iterable[Tensor], offload: ActivationOffload | None = None
 ) -> Iterator[Saved]:
-    """Count what the forwards inside keep for backward, as it is at the end: each storage once, `parameters`'
-    not; of a recomputed block its inputs, which `offload` may have."""
+    """Count the bytes that forwards inside keep for backward, as they are at the end: each storage once,
+    `parameters` not at all; of a recomputed block its inputs, which may be in `offload`."""
     saved = Saved()
-    # not their addresses, which change when a block is gathered
+    # by id, as addresses change when a block is gathered
     fixed = {p.untyped_storage()._cdata for p in parameters}
     saved_bytes: dict[int, int] = {}  # bytes by storage
     inputs: dict[int, int] = {}
@@ -141,23 +141,23 @@ def measure(
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:
-    """What to recompute, one after the other, of a model without repeated blocks: its outermost modules that
-    have modules of their own and parameters, if there are several (the halves of an autoencoder); or else the
+    """Return the modules to recompute, one after the other, in a model without repeated blocks: its outermost
+    modules with submodules and parameters, if there are several (the halves of an autoencoder); else the
     whole model, with a warning."""
     owner = model
-    while len(parts := [child for child in _children(owner) if _composed(child)]) == 1:
-        owner = parts[0]
-    if not parts:
+    while len(composed := [child for child in _children(owner) if _composed(child)]) == 1:
+        owner = composed[0]
+    if not composed:
         warn(
             'memory.activations = "recompute": the model has no repeated '
             "blocks, so it is recomputed as a whole, which costs time and "
             "hardly lowers the peak of memory; put its repeated part into an nn.ModuleList"
         )
-    return parts or [model]
+    return composed or [model]
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """The module's children that have a forward: a list's or a dictionary's items for it."""
+    """Return the module's children that have a forward; for a list or a dictionary of modules, its items."""
     for child in module.children():
         yield from _children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else (child,)
 
@@ -181,7 +181,7 @@ def _recomputed(
         else:
             inputs_again = offload.keep((args, kwargs)).back
         tensors = tensors_in((args, kwargs)) if offload is None else [offload.marker]
-        # emptied by each run, so as not to keep it alive
+        # each run empties it, so that it does not keep the inputs alive
         buffers, times, given = (_Buffers(block), itertools.count(), [(args, kwargs)])
 
         def run(*_: Tensor) -> Any:
@@ -201,7 +201,7 @@ def _recomputed(
 
 
 class _After(AbstractContextManager[Any]):
-    """A context that is entered after something was done, which it is not to see."""
+    """A context that is entered after `before` has run outside of it."""
 
     def __init__(self, before: Callable[[], object], inner: AbstractContextManager[Any]) -> None:
         self._before, self._inner = before, inner
@@ -215,8 +215,8 @@ class _After(AbstractContextManager[Any]):
 
 
 class _Buffers:
-    """A block's buffers as its forward found them, such as running means: kept only where the forward changes
-    them."""
+    """A block's buffers, such as running means, as its forward found them: copied only where the forward
+    changes them."""
 
     def __init__(self, block: nn.Module) -> None:
         self._found = [
@@ -225,11 +225,11 @@ class _Buffers:
             for name, held in module._buffers.items()
             if held is not None
         ]
-        self._changed: dict[int, Tensor] = {}  # keys: owner and name
+        self._changed: dict[int, Tensor] = {}  # by position in `_found`
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The forward: note what it changes."""
+        """Keep copies of the buffers that the forward inside changes."""
         before = [(buffer._version, buffer.clone()) for _, _, buffer in self._found]
         yield
         for at, ((owner, name, buffer), (version, found)) in enumerate(zip(self._found, before, strict=True)):
@@ -238,9 +238,9 @@ class _Buffers:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """The forward once more: on copies, the changed ones as they were."""
+        """Run the forward inside again on copies of the buffers, with changed ones as they were."""
         now = [owner[name] for owner, name, _ in self._found]
-        copies: dict[int, Tensor] = {}  # keys: buffers, so that one that modules share stays one
+        copies: dict[int, Tensor] = {}  # by buffer, so that one that modules share stays one
         for at, (owner, name, buffer) in enumerate(self._found):
             owner[name] = copies.setdefault(id(buffer), self._changed.get(at, buffer).clone())
         try:
@@ -251,7 +251,7 @@ class _Buffers:
 
 
 def overloads(names: Sequence[str]) -> list[Any]:
-    """Every overload of the operators that `names` stand for."""
+    """Return every overload of the operators that `names` stand for."""
     found = []
     for name in names:
         packets = [

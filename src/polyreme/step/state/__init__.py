@@ -1,1 +1,1 @@
-"""What an engine is between two steps, to a checkpoint and back."""
+"""The state of an engine between two steps, to a checkpoint and back."""

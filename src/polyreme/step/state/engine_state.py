@@ -1,10 +1,9 @@
-"""All that an engine is at one moment, to a checkpoint and back: weights, optimizer states, how far training
-has come, random numbers, the place in the data.
+"""The whole state of an engine, to a checkpoint and back: weights, optimizer states, progress of training,
+random numbers, the place in the data.
 
-Invariant: an engine that loads what another of the same layout saved goes on as that one would have, to the
-last bit; on any other layout it goes on with the same numbers, and other random ones.
-Communication: that of `checkpoint.save` and `checkpoint.load`.
-"""
+Invariant: an engine that loads the checkpoint of another one of the same layout continues exactly as that one
+would, to the last bit; with any other layout it has the same numbers, but other random ones.
+Communication: that of `checkpoint.save` and `checkpoint.load`."""
 
 from __future__ import annotations
 
@@ -45,46 +44,48 @@ from polyreme.step.batch.loaders import Loaders
 from polyreme.step.state.randomness import Randomness
 from polyreme.step.step import Step
 from polyreme.step.training_settings import TrainingSettings
-from polyreme.tensor.rng import generators, go_on_from
+from polyreme.tensor.rng import restore_rng_states, rng_states
 from polyreme.version import VERSION
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.sharded_optimizer import Update
+from polyreme.zero.bucket_optimizer import BucketOptimizer
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """What an engine is to a checkpoint."""
+    """What a checkpoint takes of an engine: the model, the optimizer, the place in the data."""
 
     module: nn.Module
     settings: TrainingSettings
     mesh: Mesh
     placement: Placement
-    updates: Sequence[Update]
+    optimizers: Sequence[BucketOptimizer]
     step: Step
     randomness: Randomness
     loaders: Loaders
 
     @cached_property
     def file_names(self) -> Mapping[str, str]:
-        """What tensors are called in files, where that is not their name."""
-        shapes = {name: part.cut.shape for name, part in self.placement.division.shardings.items()}
+        """Names of tensors in files, where these differ from their names in the model."""
+        shapes = {name: division.cut.shape for name, division in self.placement.division.parameters.items()}
         shapes |= {name: tuple(buffer.shape) for names, buffer in self.buffers() for name in names}
         return huggingface.file_names(self.module, shapes)
 
     def saved_name(self, names: Sequence[str]) -> str:
-        """The name in files, among all names of a tensor."""
+        """Return the name under which checkpoint files have a tensor, given all names that the model has for
+        it."""
         name = huggingface.saved_name(self.module, names)
         return self.file_names.get(name, name)
 
     def layout(self) -> dict[str, Any]:
-        """The size of each axis of the mesh, and their order: where random numbers are the same."""
+        """Return the size of each mesh axis, and the order of the axes. Engines of equal layouts have the
+        same random numbers."""
         return {
             **{name: axis.size for name, axis in self.mesh.axes.items()},
             "order": list(self.settings.order),
         }
 
     def buffers(self) -> list[tuple[list[str], Tensor]]:
-        """The persistent ones, with all their names."""
+        """Return the persistent buffers, with all their names."""
         persistent = entries(self.module).keys()
         found: dict[int, tuple[list[str], Tensor]] = {}
         for name, buffer in self.module.named_buffers(remove_duplicate=False):
@@ -95,9 +96,9 @@ class EngineState:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `engine.load` found. path: the checkpoint. state: steps, samples, tokens, ... of its run; empty
-    for weights alone. extra: what `engine.save` was given, or what a checkpoint of DeepSpeed has beside its
-    tensors (see `DeepSpeedCheckpoint`). notes: what there is to say of it."""
+    """The result of `engine.load`. path: the checkpoint. state: steps, samples, tokens, ... of its run; empty
+    for weights alone. extra: the argument of `engine.save`, or the other contents of a checkpoint of
+    DeepSpeed (see `DeepSpeedCheckpoint`). notes: for the user."""
 
     path: Path
     state: Mapping[str, Any]
@@ -106,9 +107,9 @@ class Loaded:
 
 
 def adapters(engine: EngineState) -> dict[str, Tensor] | None:
-    """Whole copies of what PEFT's files of adapters hold, on rank 0; nothing for other models; None, with a
-    warning, where PEFT, which rank 0 calls, would leave out what another pipeline stage has. All ranks must
-    call."""
+    """Return whole copies of the tensors in PEFT's adapter files, on rank 0; empty for other models; None,
+    with a warning, where PEFT, which rank 0 calls, would leave out those of another pipeline stage. All ranks
+    must call."""
     wanted, lost = _adapter_names(engine)
     if lost:
         warn(
@@ -134,18 +135,18 @@ def adapters(engine: EngineState) -> dict[str, Tensor] | None:
 
 
 def _adapter_names(engine: EngineState) -> tuple[set[str], list[str]]:
-    """Names of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see.
-    All ranks must call."""
-    told: list[Any] = engine.mesh.pp.gather_objects(
-        sorted(peft.adapters(engine.module, engine.placement.division.shardings))
+    """Return the names of the tensors in PEFT's files, over all pipeline stages; and those that rank 0 does
+    not have. All ranks must call."""
+    gathered: list[Any] = engine.mesh.pp.gather_objects(
+        sorted(peft.adapters(engine.module, engine.placement.division.parameters))
     )
-    wanted = {name for each in told for name in each}
-    return wanted, sorted(wanted.difference(told[0]))
+    wanted = {name for each in gathered for name in each}
+    return wanted, sorted(wanted.difference(gathered[0]))
 
 
 def adapters_alone(engine: EngineState) -> set[str]:
-    """Names of all that a checkpoint of adapters alone has. All ranks must call. Raises ModelError where
-    PEFT's files would not have it, or more trains."""
+    """Return the names of all tensors in a checkpoint of adapters alone. All ranks must call. Raises
+    ModelError where PEFT's files would not have them, or where more is trained."""
     found, lost = _adapter_names(engine)
     name, instead = type(engine.module).__name__, "save without it, which writes the whole model"
     if not found:
@@ -165,24 +166,26 @@ def adapters_alone(engine: EngineState) -> set[str]:
 
 
 def _trained_besides(engine: EngineState, names: Collection[str]) -> list[str]:
-    """What is trained beside what has these names, over all pipeline stages. All ranks must call."""
-    trained = [each for update in engine.updates for each, _ in engine.placement.named(update.bucket)]
-    told: list[Any] = engine.mesh.pp.gather_objects(
+    """Return trained parameters that have none of these names, over all pipeline stages. All ranks must
+    call."""
+    trained = [
+        each for optimizer in engine.optimizers for each, _ in engine.placement.named(optimizer.bucket)
+    ]
+    gathered: list[Any] = engine.mesh.pp.gather_objects(
         [each[0] for each in trained if set(names).isdisjoint(each)]
     )
-    return [name for each in told for name in each]
+    return [name for each in gathered for name in each]
 
 
 def payload(
     engine: EngineState, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor] | None,
     only: Collection[str] | None = None,
 ) -> Payload:  # fmt: skip
-    """What this rank gives to a checkpoint; `adapters` to PEFT's files, if there are any. only: names
-    of the tensors that it has, where these are not all. Raises CheckpointError for what a checkpoint
-    cannot hold."""
+    """Return what this rank writes of a checkpoint. adapters: for PEFT's files, if there are any. only: names
+    of the tensors to save, if not all. Raises CheckpointError for an `extra` that JSON cannot hold."""
     module, settings, mesh = engine.module, engine.settings, engine.mesh
     try:
-        extra = json.loads(json.dumps(extra))  # the caller may change it while it is written
+        extra = json.loads(json.dumps(extra))  # copied, as the caller may change it while it is written
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"extra= is kept as JSON, which cannot hold it: {error}") from error
     resume = Resume(
@@ -190,13 +193,13 @@ def payload(
         mesh=engine.layout(),
         zero_stage=int(settings.zero.stage),
         data={"loaders": engine.loaders.state_dict()},
-        config=settings.written(),
+        config=settings.config_values(),
         versions={"polyreme": VERSION, "torch": torch.__version__},
         extra=extra,
     )
     wanted = lambda names: only is None or not {*names}.isdisjoint(only)  # noqa: E731
     return Payload(
-        regions=[region for region in saved(engine.placement, engine.updates) if wanted(region.names)],
+        regions=[region for region in saved(engine.placement, engine.optimizers) if wanted(region.names)],
         buffers=[
             (names, buffer)
             for names, buffer in engine.buffers()
@@ -207,7 +210,7 @@ def payload(
         resume=resume,
         rng={name: base64.b64encode(state).decode() for name, state in _random_states(engine).items()},
         limit=int(settings.checkpoint.file_size),
-        # hosts do not see what others have written of a page, and would write it back
+        # a host does not see other hosts' writes to a page, and would overwrite them
         shared_files=settings.checkpoint.shared_files and len(mesh.hosts) == 1,
         weights=MODEL if only is None else ADAPTERS,
         storages={parameter.untyped_storage().data_ptr() for parameter in module.parameters()} - {0},
@@ -215,10 +218,10 @@ def payload(
 
 
 def restore(engine: EngineState, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
-    """Make the engine what the checkpoint at `path` says; or the newest complete one of the run's folder
-    `path`, as rank 0 sees it.
+    """Load the checkpoint at `path`; or the newest complete one of the run's folder `path`, as rank 0 sees
+    it.
 
-    Raises CheckpointError on every rank, and then nothing has changed."""
+    Raises CheckpointError on every rank; nothing has changed then."""
     names = collectively(
         axis, lambda: [each.name for each in RunDirectory(path).candidates()] if path.is_dir() else []
     )[0]
@@ -232,17 +235,19 @@ def restore(engine: EngineState, path: Path, strict: bool, weights_only: bool, a
                 collectively(axis, partial(_try_options, engine, source, found))
             alike = isinstance(source, Directory) and not weights_only
             new_states: NewStates = (
-                {update.bucket: update.state.empty() for update in engine.updates} if alike else {}
+                {optimizer.bucket: optimizer.state.empty() for optimizer in engine.optimizers}
+                if alike
+                else {}
             )
             source = load.verify(source, _needs(engine, source, found, new_states, weights_only), axis)
-            scalars = _look(engine, source, found, strict, weights_only, axis)
+            scalars = _check_match(engine, source, found, strict, weights_only, axis)
         except CheckpointError as error:
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
         else:
             return _take(engine, source, found, scalars, new_states, weights_only, axis, problems)
-    raise AssertionError  # one of them was the last
+    raise AssertionError  # the last candidate has returned or raised
 
 
 def _open(path: Path, axis: Axis) -> Source:
@@ -252,16 +257,16 @@ def _open(path: Path, axis: Axis) -> Source:
 
 
 Scalars = dict[str, dict[str, float] | None]
-"""The states of a parameter that are one number, by its first name; None for one without states."""
+"""Single-number states of a parameter, by its first name; None for one without states."""
 NewStates = Mapping[Bucket, Mapping[str, Tensor]]
-"""The memory for new states; see `OptimizerState.empty`."""
+"""Memory for new states; see `OptimizerState.empty`."""
 
 
 def _match(engine: EngineState, source: Source, axis: Axis) -> load.Match:
-    """Which of the source's tensors are this rank's."""
+    """Match this rank's tensors with those of the source."""
     placement = engine.placement
     named = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
-    tensors = [load.Wanted(names, placement.division.shardings[names[0]].cut.shape) for names in named]
+    tensors = [load.Wanted(names, placement.division.parameters[names[0]].cut.shape) for names in named]
     wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in engine.buffers())]
     if isinstance(source, Directory) and source.adapters_only:
         has, _ = _adapter_names(engine)
@@ -271,7 +276,10 @@ def _match(engine: EngineState, source: Source, axis: Axis) -> load.Match:
                                   "peft.get_peft_model, or open it with "
                                   "peft.PeftModel.from_pretrained(base, path)")  # fmt: skip
         has |= {
-            name for update in engine.updates for names, _ in placement.named(update.bucket) for name in names
+            name
+            for optimizer in engine.optimizers
+            for names, _ in placement.named(optimizer.bucket)
+            for name in names
         }
         wanted = [each for each in wanted if not has.isdisjoint(each.names)]
     return load.match(source, wanted, engine.file_names, huggingface.base_prefix(engine.module), axis)
@@ -280,35 +288,35 @@ def _match(engine: EngineState, source: Source, axis: Axis) -> load.Match:
 def _needs(
     engine: EngineState, source: Source, found: load.Match, new_states: NewStates, weights_only: bool
 ) -> Iterator[Need]:
-    """What this rank will read of the source; see `load.verify`."""
+    """Return the ranges that this rank will read of the source; see `load.verify`."""
     placement = engine.placement
     for bucket in placement.buckets:
         names_of = {slot.name: names for names, slot in placement.named(bucket)}
         memory = new_states.get(bucket, {})
-        for part in bucket.layout.within(bucket.region.start, bucket.region.stop):
-            first = names_of[part.name][0]
+        for held in bucket.layout.within(bucket.region.start, bucket.region.stop):
+            first = names_of[held.name][0]
             if first not in found.name_of:
                 continue
-            cut, rank = placement.division.shardings[first].cut, placement.division.over(first).rank
-            name, size = found.name_of[first], part.stop - part.start
-            needed = list(load.needs(source, name, cut, rank, part.start, part.stop, memory, part.offset))
+            cut, rank = placement.division.parameters[first].cut, placement.division.over(first).rank
+            name, size = found.name_of[first], held.stop - held.start
+            needed = list(load.needs(source, name, cut, rank, held.start, held.stop, memory, held.offset))
             coming = Counter[str]()
             for need in needed:
                 coming[need.kind] += (need.stop - need.start) * (need.into is not None)
             for kind, target in memory.items():
-                if coming[kind] < size:  # nobody reads padding
-                    target[part.offset :][:size].zero_()
+                if coming[kind] < size:  # padding is not read
+                    target[held.offset :][:size].zero_()
             yield from (need for need in needed if not weights_only or need.kind in (MODEL, MASTER))
     for names, buffer in engine.buffers():
         if names[0] in found.name_of:
             yield Need(MODEL, found.name_of[names[0]], 0, buffer.numel())
 
 
-def _look(
+def _check_match(
     engine: EngineState, source: Source, found: load.Match, strict: bool, weights_only: bool, axis: Axis
 ) -> Scalars:
-    """The states of the source that are one number. Raises CheckpointError where it is not what was asked
-    for; nothing changes."""
+    """Return the single-number states of the source. Raises CheckpointError where it does not match the
+    model, and nothing changes."""
     if strict and not found.is_exact:
         raise CheckpointError(
             f"{source.path} is not of this model: {found}. With strict=False, what is in both is loaded"
@@ -324,30 +332,32 @@ def _look(
 
 
 def _states_of(source: Source, name: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of the optimizer's states that a source has of a parameter, by their name."""
+    """Return the shapes of a parameter's optimizer states in a source, by their names."""
     kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
     return {kind: source.tensors[kind][name].shape for kind in kinds if name in source.tensors[kind]}
 
 
 def _try_options(engine: EngineState, source: Source, found: load.Match) -> None:
-    """Have each optimizer expect the states that the source has, where it has them by its options: as it was
-    made, as they are now, or as they were saved."""
+    """Make each optimizer expect the states of the source, if it has them with its options: as it was made,
+    as they are now, or as they were saved."""
     resume: Resume | None = getattr(source, "resume", None)
     options, saved = engine.step.progress.options, {} if resume is None else resume.state.get("options", {})
     if wrong := options.unusable(saved):
         raise damaged(source.path / NAME, f"state: the optimizer cannot have the option {wrong}")
     ways = options.ways(saved)
-    for update in engine.updates:
+    for optimizer in engine.optimizers:
         there = {
             slot.name: _states_of(source, found.name_of.get(names[0], "")).keys()
-            for names, slot in engine.placement.named(update.bucket)
+            for names, slot in engine.placement.named(optimizer.bucket)
         }
-        update.state.try_options(ways, there)
+        optimizer.state.try_options(ways, there)
 
 
 def _left_behind(engine: EngineState, source: Source, found: load.Match) -> list[str]:
-    """What there is to say of optimizer states of parameters that nothing trains here."""
-    trained = {names[0] for update in engine.updates for names, _ in engine.placement.named(update.bucket)}
+    """Return a note on optimizer states of parameters that nothing trains here."""
+    trained = {
+        names[0] for optimizer in engine.optimizers for names, _ in engine.placement.named(optimizer.bucket)
+    }
     left = [own for own, name in found.name_of.items() if own not in trained and _states_of(source, name)]
     if not left:
         return []
@@ -358,16 +368,16 @@ def _left_behind(engine: EngineState, source: Source, found: load.Match) -> list
 
 
 def _scalars(engine: EngineState, source: Source, found: load.Match) -> Scalars:
-    """The states that are one number of each parameter of which this rank trains elements, if it has states.
-    Raises CheckpointError where these are not those of the optimizer."""
+    """Return the single-number states of each parameter of which this rank trains any element, if it has
+    states. Raises CheckpointError where they are not those of the optimizer."""
     scalars: Scalars = {}
-    for update in engine.updates:
-        mine = {slot.name for slot in update.state.slots()}
-        for names, slot in engine.placement.named(update.bucket):
+    for optimizer in engine.optimizers:
+        mine = {slot.name for slot in optimizer.state.slots()}
+        for names, slot in engine.placement.named(optimizer.bucket):
             name = found.name_of.get(names[0], "") if slot.name in mine else ""
             if not (there := _states_of(source, name)):
                 continue
-            cut, expected = engine.placement.division.shardings[names[0]].cut, update.state.shapes(slot)
+            cut, expected = engine.placement.division.parameters[names[0]].cut, optimizer.state.shapes(slot)
             needed = {
                 kind: () if shape is None else cut.shape if shape == slot.shape else shape
                 for kind, shape in expected.items()
@@ -384,14 +394,14 @@ def _scalars(engine: EngineState, source: Source, found: load.Match) -> Scalars:
 
 
 def _settle(engine: EngineState) -> None:
-    """Return when weights may change."""
+    """Drop the step under way, and wait until weights may change."""
     engine.step.begin()
     for bucket in engine.placement.buckets:
         bucket.settle()
 
 
 def _fill(source: Source, found: load.Match, regions: Iterable[Region]) -> None:
-    """Read those regions that were found."""
+    """Fill those regions that the source has."""
     there = [
         (region, found.name_of[region.names[0]]) for region in regions if region.names[0] in found.name_of
     ]
@@ -410,8 +420,8 @@ def _take(
     axis: Axis,
     problems: Sequence[str],
 ) -> Loaded:
-    """Read what was found and is not yet in `new_states`, which become the states. A file that can no longer
-    be read is an error on every rank, but then numbers have changed."""
+    """Read everything that the source has and that is not yet in `new_states`, which become the states. A
+    file that can no longer be read is an error on every rank, but then numbers have changed."""
     placement = engine.placement
     resume: Resume | None = getattr(source, "resume", None)
     _settle(engine)
@@ -421,12 +431,12 @@ def _take(
             if not bucket.trainable:
                 _fill(source, found, frozen(placement, bucket))
                 bucket.store()
-        for update in engine.updates:
-            numbers = {slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}
-            with update.state.loading(numbers, new_states.get(update.bucket, {})):
-                _fill(source, found, masters(placement, update))
-                _fill(source, found, states(placement, update))
-            update.bucket.store()
+        for optimizer in engine.optimizers:
+            numbers = {slot.name: scalars[names[0]] for names, slot in placement.named(optimizer.bucket)}
+            with optimizer.state.loading(numbers, new_states.get(optimizer.bucket, {})):
+                _fill(source, found, masters(placement, optimizer))
+                _fill(source, found, states(placement, optimizer))
+            optimizer.bucket.store()
         for names, buffer in engine.buffers():
             if names[0] in found.name_of:
                 load.fill_buffer(source, found.name_of[names[0]], buffer)
@@ -444,10 +454,11 @@ def _take(
 
 
 def _go_on(engine: EngineState, resume: Resume) -> list[str]:
-    """Take over how far training has come, the random numbers and the place in the data. Returns what there
-    is to say of that."""
+    """Restore the progress of training, random numbers and the place in the data. Returns notes for the
+    user."""
     size, notes, state = engine.settings.batches.now.size, [], resume.state
-    if resume.config.get("precision", {}).get("compute") not in SCALED:  # then 1 was no loss scale
+    # the saved scale of 1 is no loss scale
+    if resume.config.get("precision", {}).get("compute") not in SCALED:
         mine = engine.step.state_dict()
         state = {**state, **{key: mine[key] for key in ("loss_scale", "good_steps", "overflows")}}
     fits = state.get("fits") if engine.layout() == resume.mesh else None
@@ -464,8 +475,8 @@ def _go_on(engine: EngineState, resume: Resume) -> list[str]:
 
 
 def _take_random_numbers(engine: EngineState, resume: Resume) -> list[str]:
-    """Have the script and the model draw what they would have drawn; on another mesh the script alone, if all
-    ranks drew the same. Returns what there is to say of that."""
+    """Restore the random states of the script and the model; on another mesh the script's alone, if it was
+    the same on all ranks. Returns notes for the user."""
     mesh, notes = engine.mesh, []
     own, same = resume.rng.get(str(mesh.rank)), engine.layout() == resume.mesh
     if not same or own is None:
@@ -475,12 +486,12 @@ def _take_random_numbers(engine: EngineState, resume: Resume) -> list[str]:
         )
         own = resume.rng.get("0")
         if own is None or any(each.get("cpu") != own.get("cpu") for each in resume.rng.values()):
-            # alike on the ranks of a tp or pp line
+            # the same on the ranks of a tp or pp line
             torch.manual_seed(engine.settings.seed + mesh.data.rank + 1_000_003 * engine.step.state.step)
             return notes
     try:
         cuda = _bytes(own["cuda"]) if mesh.device.type == "cuda" and "cuda" in own else None
-        go_on_from((_bytes(own["cpu"]), cuda), mesh.device)
+        restore_rng_states((_bytes(own["cpu"]), cuda), mesh.device)
         engine.randomness.begin(
             int.from_bytes(_bytes(own["model"]).numpy().tobytes())
             if "model" in own
@@ -499,7 +510,8 @@ def _take_random_numbers(engine: EngineState, resume: Resume) -> list[str]:
 
 
 def _count_on(engine: EngineState, source: Source) -> list[str]:
-    """Take over the steps behind a checkpoint of another program, which says no more of the past."""
+    """Restore the step count of another program's checkpoint, which says no more of the past. Returns notes
+    for the user."""
     steps = getattr(source, "state", {}).get("step")
     if steps is None:
         return [
@@ -514,7 +526,7 @@ def _count_on(engine: EngineState, source: Source) -> list[str]:
 
 
 def _own_generators(engine: EngineState) -> dict[str, torch.Generator]:
-    """Those that modules hold, by the keys of their states."""
+    """Return the generators that modules hold, by the keys of their states."""
     return {
         f"generator {name}.{attribute}": value
         for name, module in engine.module.named_modules()
@@ -524,8 +536,9 @@ def _own_generators(engine: EngineState) -> dict[str, torch.Generator]:
 
 
 def _random_states(engine: EngineState) -> dict[str, bytes]:
-    """Where the generators of the script and of modules are, and what the model's numbers are made from."""
-    cpu, cuda = generators(engine.mesh.device)
+    """Return the states of the script's and the modules' generators, and the seed of the model's random
+    numbers."""
+    cpu, cuda = rng_states(engine.mesh.device)
     found = {"cpu": cpu.numpy().tobytes(), "model": engine.randomness.seed.to_bytes(8)}
     found |= {key: each.get_state().numpy().tobytes() for key, each in _own_generators(engine).items()}
     return found if cuda is None else {**found, "cuda": cuda.numpy().tobytes()}

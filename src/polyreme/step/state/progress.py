@@ -1,4 +1,4 @@
-"""Training progress, and what follows from it: the learning rate and the loss scale.
+"""The progress of training, and the learning rate and loss scale that follow from it.
 
 Communication: none."""
 
@@ -15,8 +15,8 @@ from polyreme.step.precision import LossScale
 
 
 @dataclass
-class State:
-    """How far training has come."""
+class TrainingState:
+    """The progress of training."""
 
     step: int = 0
     samples: int = 0
@@ -34,7 +34,7 @@ class State:
         super().__setattr__(name, value)
 
     def change(self, **values: float) -> None:
-        """Set values; for the step alone."""
+        """Set values. For TrainingProgress alone, as scripts may not."""
         self.__dict__.update(values)
 
     @property
@@ -47,11 +47,11 @@ class TrainingProgress:
     """Advances with each step.
 
     `options` has the options of the optimizer's groups, `scale` the loss scale. Steps that left the weights
-    alone count in `state`, but not for the schedule of the learning rate, as with torch's."""
+    alone count in `state`, but not for the learning rate schedule, as with torch's."""
 
     def __init__(self, options: Options, scale: LossScale) -> None:
         self.options, self.scale = options, scale
-        self.state = State(lr=options.lr, loss_scale=scale.value)
+        self.state = TrainingState(lr=options.lr, loss_scale=scale.value)
         self._skipped = Progress(0, 0, 0)
 
     def check_tokens(self, tokens: float) -> None:
@@ -83,8 +83,12 @@ class TrainingProgress:
         self.state.change(lr=self.options.lr)
         return self.state.lr
 
+    def counts(self) -> dict[str, float]:
+        """Return what is the same on all ranks, beside the options of the optimizer."""
+        return {key: count for key, count in asdict(self.state).items() if key != "lr"}
+
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """Return the progress, as JSON can hold it."""
         return {
             **asdict(self.state),
             "good_steps": self.scale.good_steps,
@@ -94,7 +98,7 @@ class TrainingProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on from what `state_dict` gave. Returns what there is to say of the optimizer's options."""
+        """Restore the result of `state_dict`. Returns notes on the optimizer's options, for the user."""
         self.state.change(**{key: int(state[key]) for key in ("step", "samples", "tokens")})
         self._skipped = Progress(**state.get("skipped", {}))
         notes = self.options.load_state_dict(state["options"], self._scheduled())
@@ -105,6 +109,6 @@ class TrainingProgress:
         return notes
 
     def _scheduled(self) -> Progress:
-        """How far the schedule of the learning rate has come."""
+        """Return how far the learning rate schedule has come."""
         done, skipped = self.state.progress, self._skipped
         return Progress(*(a - b for a, b in zip(done, skipped, strict=True)))

@@ -1,9 +1,8 @@
 """Whole tensors by the model's own names, out of an engine and into it.
 
-Invariant: rank 0's numbers count, a master takes them in its own precision, and where they are not of this
-model every rank raises and nothing has changed.
-Communication: gathers; of what is loaded one tensor at a time, from rank 0 to all.
-"""
+Invariant: rank 0's numbers count; a master takes them in its own precision; where they do not fit the model,
+every rank raises and nothing has changed.
+Communication: gathers; for loading, one tensor at a time from rank 0 to all."""
 
 from __future__ import annotations
 
@@ -19,14 +18,15 @@ from polyreme.step.state.engine_state import EngineState
 
 
 class Keys(NamedTuple):
-    """What was not loaded, as torch's `load_state_dict` returns it."""
+    """Names that were not loaded, as torch's `load_state_dict` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 def state_dict(engine: EngineState, rank0_only: bool, master: bool) -> dict[str, Tensor]:
-    """Copies of all parameters and persistent buffers; see `Engine.state_dict`. All ranks must call."""
+    """Return copies of all parameters and persistent buffers; see `Engine.state_dict`. All ranks must
+    call."""
     placement, found = engine.placement, dict[str, Tensor]()
     for names, tensor in chain(placement.tensors(master), placement.buffers(engine.module)):
         if engine.mesh.rank == 0 or not rank0_only:
@@ -35,28 +35,28 @@ def state_dict(engine: EngineState, rank0_only: bool, master: bool) -> dict[str,
 
 
 def load_state_dict(engine: EngineState, given: Any, strict: bool) -> Keys:
-    """Set parameters, masters and buffers to what rank 0 gives; see `Engine.load_state_dict`. All ranks must
+    """Set parameters, masters and buffers to rank 0's tensors; see `Engine.load_state_dict`. All ranks must
     call, between two steps."""
     mesh, placement = engine.mesh, engine.placement
-    if any(bucket.is_summoned for bucket in placement.buckets):
+    if any(bucket.is_exposed for bucket in placement.buckets):
         raise ModelError(
             "engine.load_state_dict inside of engine.full_parameters(): call it after the with block, or, "
             "with write=True, load_state_dict of the module that the block is given"
         )
     everyone = mesh.world
-    told: Any = everyone.gather_objects(_described(given) if mesh.rank == 0 else None)[0]
-    if isinstance(told, str):
-        raise ModelError(told)
-    shardings = placement.division.shardings
+    described: Any = everyone.gather_objects(_described(given) if mesh.rank == 0 else None)[0]
+    if isinstance(described, str):
+        raise ModelError(described)
+    divided = placement.division.parameters
     held = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
-    mine = [(names, list(shardings[names[0]].cut.shape)) for names in held]
+    mine = [(names, list(divided[names[0]].cut.shape)) for names in held]
     mine += [(names, list(buffer.shape)) for names, buffer in engine.buffers()]
     wanted: list[Any] = mesh.pp.gather_objects(mine)
-    found = _compared({name: shape for name, (shape, _) in told.items()}, chain(*wanted), strict)
+    found = _compared({name: shape for name, (shape, _) in described.items()}, chain(*wanted), strict)
     buffers = {name: buffer for names, buffer in engine.buffers() for name in names}
     for bucket in placement.buckets:
         bucket.settle()
-    for name, (shape, dtype) in told.items():
+    for name, (shape, dtype) in described.items():
         if name in found.unexpected_keys:
             continue
         if mesh.rank == 0:
@@ -72,7 +72,7 @@ def load_state_dict(engine: EngineState, given: Any, strict: bool) -> Keys:
 
 
 def _described(given: Any) -> dict[str, tuple[list[int], str]] | str:
-    """The shape and dtype of each tensor, or why it cannot be loaded."""
+    """Return the shape and dtype of each tensor, or why they cannot be loaded."""
     if not isinstance(given, Mapping):
         return (
             f"engine.load_state_dict got a {type(given).__name__}: give it whole tensors by name, as "
@@ -91,7 +91,8 @@ def _described(given: Any) -> dict[str, tuple[list[int], str]] | str:
 def _compared(
     given: Mapping[str, Sequence[int]], wanted: Iterable[tuple[list[str], list[int]]], strict: bool
 ) -> Keys:
-    """What is not in both. Raises ModelError for another shape, and with `strict` for that."""
+    """Return the names that are not in both. Raises ModelError for a different shape, and with `strict` for
+    any such name."""
     missing, unlike, known = dict[str, None](), [], set[str]()
     for names, shape in wanted:
         there = [name for name in names if name in given]
@@ -108,7 +109,7 @@ def _compared(
     if problems:
         way = "give the tensors of this model"
         way += "" if unlike else ", or strict=False to load what is in both"
-        for prefix in ("module.", "_orig_mod."):  # of wrappers
+        for prefix in ("module.", "_orig_mod."):  # prefixes of wrappers
             if unexpected and all(name.removeprefix(prefix) in known for name in unexpected):
                 way = f"take away what a wrapper puts before names: name.removeprefix({prefix!r})"
         raise ModelError(f"engine.load_state_dict: {'; '.join(problems)}. Nothing has changed: {way}")

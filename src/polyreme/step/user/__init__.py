@@ -1,1 +1,1 @@
-"""What a script sees of a step, and does to it."""
+"""The script's view of a step: calls, gradients and numbers."""

@@ -1,6 +1,6 @@
-"""Arguments that other libraries' calls of this kind take, and ours do not.
+"""Arguments that calls of this kind take in other libraries, and not here.
 
-Invariant: what Python would refuse is refused, also as a TypeError, with the way to write it."""
+Invariant: a call that Python would refuse is refused, also as a TypeError, with the way to write it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ OPTIONS = {
     **dict.fromkeys(("optim", "opt"), "optimizer"),
     **dict.fromkeys(("cfg", "conf", "configuration", "config_path"), "config"),
 }
-"""How others call the arguments of `initialize`."""
+"""Other libraries' names for arguments of `initialize`."""
 
 
 class ArgumentsError(BatchError, TypeError):
-    """A call with other arguments than it takes."""
+    """A call with arguments that the method does not take."""
 
 
 class OptionError(PolyremeError, TypeError):
-    """An argument that a function has by another name."""
+    """An argument that the function has by another name."""
 
 
 def one_batch(method: Callable[P, T]) -> Callable[P, T]:
-    """Marks a method of an engine whose first argument is the whole batch."""
+    """Mark a method of an engine whose first argument is the whole batch."""
     signature = inspect.signature(method)
     names = ["(x, y)", *list(signature.parameters)[2:]]
 
@@ -50,7 +50,7 @@ def one_batch(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def named_as_ours(function: Callable[P, T]) -> Callable[P, T]:
-    """Marks a function whose arguments others call as in OPTIONS."""
+    """Mark a function whose arguments others may call as in OPTIONS."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,9 +1,8 @@
-"""Tells loops of the user's own the loss whose backward begins. Autograd's hooks see gradients alone, and
-when the first of them comes, what the loss was made from is freed.
+"""Notices to user loops of each backward that begins, with its loss. Autograd's hooks see gradients alone,
+and by the first of them the inputs of the loss are freed.
 
-Invariant: `torch.autograd.backward`, which `Tensor.backward` calls, and what `grad_scaler` watches are
-torch's own again when the last loop has closed or is gone. Communication: none.
-"""
+Invariant: `torch.autograd.backward`, which `Tensor.backward` calls, and the calls that `grad_scaler` watches
+are torch's own again once the last loop has closed or is gone. Communication: none."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ from polyreme.step.user import grad_scaler
 
 
 class Listener(Protocol):
-    """What is told of the backwards that users begin."""
+    """A receiver of notices on backwards that users begin."""
 
     def announce(self, loss: Tensor | None) -> None:
-        """The backward of `loss` begins; None: it has ended."""
+        """Note that the backward of `loss` begins; None: that it has ended."""
 
     def follow(self, roots: Sequence[Tensor]) -> None:
-        """The backward of all of these begins; of none: it has ended."""
+        """Note that the backward of all of these begins; of none: that it has ended."""
 
 
 _LISTENERS: WeakSet[Any] = WeakSet()
@@ -34,8 +33,8 @@ _TORCH: Callable[..., None] = torch.autograd.backward
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of each backward, and of each of one scalar, in whichever thread, until `forget`, or
-    until it is gone."""
+    """Notify `listener` of each backward in any thread, and with `announce` of each of one scalar, until
+    `forget` or until it is gone."""
     if not listeners() and not getattr(torch.autograd.backward, "polyreme", False):
         global _TORCH
         _TORCH = torch.autograd.backward
@@ -47,13 +46,13 @@ def listen(listener: Listener) -> None:
 
 
 def forget(listener: Listener) -> None:
-    """Tell `listener` no more."""
+    """Stop notifying `listener`."""
     _LISTENERS.discard(listener)
     _restore()
 
 
 def _restore() -> None:
-    """Give torch its own functions back where nobody listens."""
+    """Restore torch's own functions if nobody listens any more."""
     if not listeners():
         grad_scaler.restore()
         if getattr(torch.autograd.backward, "polyreme", False):
@@ -61,22 +60,22 @@ def _restore() -> None:
 
 
 def listeners() -> list[Any]:
-    """Those who are told."""
+    """Return all listeners."""
     return list(_LISTENERS)
 
 
 def _telling(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     one = tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else tensors
-    told = listeners()
+    notified = listeners()
     is_loss = isinstance(one, Tensor) and one.numel() == 1 and grad_tensors is None
     try:
-        for listener in told:
+        for listener in notified:
             listener.follow([each for each in pytree.tree_leaves(tensors) if isinstance(each, Tensor)])
             if is_loss:
                 listener.announce(one)
         _TORCH(tensors, grad_tensors, *args, **kwargs)
     finally:
-        for listener in told:
+        for listener in notified:
             listener.follow(())
             if is_loss:
                 listener.announce(None)

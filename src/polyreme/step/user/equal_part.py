@@ -1,6 +1,7 @@
-"""Tensors that stand for this rank's of equal parts of a parameter's numbers, wherever the engine has them.
+"""Tensors that stand for this rank's one of equal parts of a parameter's numbers, wherever the engine
+keeps them.
 
-Invariant: what asks for the numbers gets those of now, and what changes them in place changes the engine's.
+Invariant: reading one gives the numbers of now, and changing it in place changes the engine's.
 Communication: where numbers are read or written, on all data-parallel ranks alike, that of
 `ParameterNumbers`, and where they are written an all-gather; none for shapes and dtypes."""
 
@@ -17,7 +18,7 @@ from polyreme.errors import ModelError
 from polyreme.layout.intervals import ceil_div
 from polyreme.models.tensor_access import touching, writes
 from polyreme.zero.divided import without_memory
-from polyreme.zero.parameter import Whole
+from polyreme.zero.parameter import InMemory
 from polyreme.zero.released import followed
 
 
@@ -29,9 +30,10 @@ class Numbers(Protocol):
 
 
 class EqualPart(Tensor):
-    """Flat, of as many elements as each of a parameter's equal parts has, with zeros behind its end. To write
-    to it is to set the numbers; of a 16-bit one, masters keep their digits where it does not change. What
-    was taken of it is a copy, and cannot be written to."""
+    """A flat tensor with this rank's equal part of a parameter's numbers, zero beyond their end.
+
+    Writing to it sets the numbers; in 16 bits, masters keep their digits where it does not change. A view or
+    result of it is a copy, which cannot be written to."""
 
     _numbers: Numbers
     _kind: str
@@ -41,7 +43,8 @@ class EqualPart(Tensor):
 
     @classmethod
     def of(cls, numbers: Numbers, kind: str, axis: Axis, name: str, elements: int, like: Tensor) -> EqualPart:
-        """A part of `elements` numbers of this kind, in the dtype and on the device of `like`."""
+        """Make the tensor for a parameter with `elements` numbers of this kind, in the dtype and on the
+        device of `like`."""
         made = without_memory([ceil_div(elements, axis.size)], like).as_subclass(cls)
         made._numbers, made._kind, made._axis, made._name = numbers, kind, axis, name
         made._elements = elements
@@ -66,12 +69,12 @@ class EqualPart(Tensor):
             return args[0]
         copies: dict[int, Tensor] = {}
 
-        def copy(part: EqualPart) -> Tensor:
-            if id(part) not in copies:
-                if (numbers := part.read()) is None:
-                    raise part._missing()
-                copies[id(part)] = numbers
-            return copies[id(part)]
+        def copy(source: EqualPart) -> Tensor:
+            if id(source) not in copies:
+                if (numbers := source.read()) is None:
+                    raise source._missing()
+                copies[id(source)] = numbers
+            return copies[id(source)]
 
         plain_args, plain_kwargs = pytree.tree_map_only(EqualPart, copy, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
@@ -84,7 +87,8 @@ class EqualPart(Tensor):
         return result
 
     def read(self) -> Tensor | None:
-        """A copy of the numbers; None where there are none. Of a state with a shape of its own, all of it."""
+        """Return a copy of the numbers, or all of a state with a shape of its own; None where there are
+        none."""
         whole = self._numbers.whole(self._kind)
         if whole is None or whole.numel() != self._elements:
             return whole
@@ -95,8 +99,8 @@ class EqualPart(Tensor):
         return found
 
     def write(self, value: Tensor) -> None:
-        """Have the numbers be what each rank gives of its part, of as many elements as `read` returns.
-        ModelError for other numbers of them, and where there are none."""
+        """Set the numbers to those that the ranks give, each of as many elements as `read` returns.
+        Raises ModelError for another number of elements, and where there are no numbers."""
         before = self._numbers.whole(self._kind)
         if before is None:
             raise self._missing()
@@ -122,8 +126,8 @@ class EqualPart(Tensor):
         )
 
 
-class _Copy(Whole):
-    """What was read of an `EqualPart`: it may not be written to."""
+class _Copy(InMemory):
+    """The result of reading an `EqualPart`, which may not be written to."""
 
     def refuse_writing(self, what: str, parameter: Tensor) -> NoReturn:
         raise ModelError(

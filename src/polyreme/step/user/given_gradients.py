@@ -1,7 +1,7 @@
 """Gradients that a script sets by hand (`parameter.grad = tensor`), in the place of a backward.
 
-Invariant: a parameter that was set is in the step's `given` until the step, or whoever begins it anew, takes
-its gradient away. No communication."""
+Invariant: a parameter whose gradient was set is in the step's `given` until the step, or a restart of it,
+takes the gradient away. No communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def take(given: set[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Parameters and the gradients that were set, which they have no longer."""
+    """Take the gradients that were set away from their parameters. Returns pairs of both."""
     taken = [(parameter, OWN_GRAD.__get__(parameter)) for parameter in given]
     given.clear()
     for parameter, _ in taken:
@@ -29,8 +29,8 @@ def take(given: set[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def backwards(step: Step) -> int:
-    """How many backwards a step has had. Gradients that were set are one: this rank's of a mean loss, times
-    the loss scale."""
+    """Return how many backwards a step has had. Gradients that were set are one, of this rank's mean loss
+    times the loss scale."""
     if step.given:
         products = [(p.double() * gradient.double()).sum() for p, gradient in take(step.given)]
         step.scale(products[0])
@@ -50,8 +50,8 @@ def refuse(given: set[Tensor]) -> None:
 
 
 def refuse_older(model: nn.Module, made: Recipe, before: Placement) -> None:
-    """Raise ModelError where a parameter that is to be trained, and was in no group before, has a gradient
-    that backwards added up meanwhile."""
+    """Raise ModelError where a parameter that joins a group of the optimizer has a gradient from earlier
+    backwards."""
     trained = {id(parameter) for bucket in before.trainable for parameter in bucket.parameters}
     for name, parameter in model.named_parameters():
         older = made.trains(name, parameter) and id(parameter) not in trained

@@ -1,5 +1,5 @@
-"""Gradients are on where an engine trains, whatever the script has set around the call: `no_grad`,
-`inference_mode`, or a `set_grad_enabled(False)` that it has left behind.
+"""Gradient mode for training: on, whatever the script has set around the call, by `no_grad`, `inference_mode`
+or `set_grad_enabled(False)`.
 
 Communication: none."""
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def with_gradients(method: Callable[P, T]) -> Callable[P, T]:
-    """Marks a method in which gradients are on, and tensors that it makes may have some later."""
+    """Mark a method that runs with gradients on, and outside of inference mode."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

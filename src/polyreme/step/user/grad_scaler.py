@@ -1,9 +1,8 @@
-"""A GradScaler of torch's beside an engine: what it multiplies a loss by would go into the gradients, as an
-engine scales losses by itself.
+"""The refusal of torch's GradScaler beside an engine, as its factor would go into the gradients, and an
+engine scales losses itself.
 
-Invariant: `torch.amp.GradScaler` is torch's own again when no loop of the user's own is there any more
-(`user.backward`). A backward that comes to no engine, and a scaler that is not enabled, are none of its
-business. No communication."""
+Invariant: `torch.amp.GradScaler` is torch's own again once no user loop is left (`user.backward`). Backwards
+that reach no engine, and disabled scalers, are left alone. No communication."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from polyreme.errors import ModelError
 from polyreme.step.user.other_optimizers import is_given
 
 _OWN: dict[str, Callable[..., Any]] = {}
-_scaled = -1  # autograd's number of the last backward that came through a scaled loss
+_scaled = -1  # autograd's id of the last backward through a scaled loss
 
 
 def watch() -> None:
-    """Watch what scalers do, until `restore`."""
+    """Watch the calls of scalers, until `restore`."""
     if not _OWN:
         for name, instead in (("scale", _scale), ("unscale_", _unscale), ("step", _step)):
             _OWN[name] = getattr(GradScaler, name)
@@ -32,7 +31,7 @@ def watch() -> None:
 
 
 def restore() -> None:
-    """End what `watch` began."""
+    """Restore the calls of scalers that `watch` replaced."""
     for name, own in _OWN.items():
         setattr(GradScaler, name, own)
     _OWN.clear()

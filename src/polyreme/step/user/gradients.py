@@ -1,8 +1,8 @@
-"""The reduced gradients of a step, between its last backward and its update: to be read, measured, scaled and
-clipped by the user.
+"""The reduced gradients of a step, between its last backward and its update, for the user to read, measure,
+scale and clip.
 
-Invariant: they are those of the mean loss over the whole global batch, the same whatever the layout. All
-ranks call alike.
+Invariant: they are those of the mean loss over the whole global batch, the same for any layout. All ranks
+call alike.
 Communication: one small all-reduce over each axis for norms of parameters, and for the global one after
 `scale_`; all-gathers for whole tensors."""
 
@@ -22,10 +22,10 @@ from polyreme.step.step import Step, measure
 
 
 class Gradients:
-    """What `Engine.gradients` returns: valid until the update.
+    """The result of `Engine.gradients`, valid until the update.
 
-    Raises ModelError where it is used later, and for gradients that are in files (`memory.gradients`), but
-    for `norm` and `clip_`."""
+    Raises ModelError where it is used later, and for gradients that are in files (`memory.gradients`), except
+    by `norm` and `clip_`."""
 
     def __init__(self, placement: Placement, mesh: Mesh, step: Step) -> None:
         self._placement, self._mesh, self._step, self._of = placement, mesh, step, step.state.step
@@ -37,7 +37,8 @@ class Gradients:
         return self._step.norm
 
     def norms(self) -> dict[str, float]:
-        """The norm of each parameter's gradient, by the first of its names; gathers no gradient."""
+        """Return the norm of each parameter's gradient, by the first of its names, without gathering
+        gradients."""
         self._check()
         buckets = self._placement.trainable
         squares = torch.cat(
@@ -47,17 +48,17 @@ class Gradients:
         self._mesh.axis("loss", "tp").all_reduce(squares).wait()
         found: dict[str, float] = {}
         names = [names[0] for bucket in buckets for names, _ in self._placement.named(bucket)]
-        told: list[Any] = self._mesh.pp.gather_objects(dict(zip(names, squares.tolist(), strict=True)))
-        for stage in told:
+        by_stage: list[Any] = self._mesh.pp.gather_objects(dict(zip(names, squares.tolist(), strict=True)))
+        for stage in by_stage:
             for name, square in stage.items():
                 found[name] = found.get(name, 0.0) + square
-        # the order of registration
-        in_order = [name for name in self._placement.division.shardings if name in found]
+        # in the order of registration
+        in_order = [name for name in self._placement.division.parameters if name in found]
         return {name: math.sqrt(found[name]) * self._step.to_mean for name in in_order}
 
     def whole(self) -> dict[str, Tensor]:
-        """Every gradient whole, under each of its parameter's names: copies, which every rank gets; of the
-        size of the model."""
+        """Return copies of all gradients, whole, under each of their parameters' names, on every rank. They
+        take as much memory as the model."""
         self._check()
         return {
             name: tensor * self._step.to_mean
@@ -66,16 +67,14 @@ class Gradients:
         }
 
     def clip_(self, max_norm: float) -> float:
-        """Clip to this global norm, in place of what `optimizer.clip` says, in this step. Returns the norm
-        before."""
+        """Clip to this global norm in this step, instead of `optimizer.clip`. Returns the norm before."""
         self._check()
         return self._step.clip_at(max_norm)
 
     def scale_(self, factors: Mapping[str, float]) -> None:
-        """Multiply the gradients of the parameters of these names, the same on all ranks; what is clipped is
-        the result."""
+        """Multiply the gradients of the named parameters, the same on all ranks. Clipping comes after it."""
         self._check()
-        where, known = self._placement.where, self._placement.division.shardings
+        where, known = self._placement.where, self._placement.division.parameters
         if unknown := [
             name for name in factors if name not in known or (name in where and not where[name][0].trainable)
         ]:

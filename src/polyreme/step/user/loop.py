@@ -1,22 +1,20 @@
-"""The loop people already have: forward and backward calls of the user's own, and where they belong.
+"""The loop people already have: the user's own forward and backward calls, matched with each other.
 
-A backward of an engine's output is one of three kinds, told apart when it reaches that output:
+A backward of an engine's output is one of three kinds, which show when it reaches that output:
 - `engine.backward(loss)`: announced.
-- `loss.backward()`: counts as the backward of the micro-batch whose output it comes to first, for each engine
-  that it comes through.
-- `other.backward(loss)`, of an engine on whose output this one's depends or that depends on it (a
-  discriminator in a generator's graph): comes through, and what it would give this engine's parameters is
+- `loss.backward()`: the backward of the micro-batch whose output it reaches first, for each engine that it
+  passes through.
+- `other.backward(loss)`, of an engine whose output depends on this one's, or this one's on it (a
+  discriminator in a generator's graph): it passes through, and its gradients of this engine's parameters are
   dropped.
-A backward that gives no parameter of this engine a gradient (`torch.autograd.grad` of inputs) is none of its
-business. One that comes to no output of `engine(...)`, but to one of the module that the user called, has no
-micro-batch, and is refused.
+A backward without gradients for this engine's parameters (`torch.autograd.grad` of inputs) is ignored. One
+that reaches no output of `engine(...)`, but one of the module that the user called, has no micro-batch, and
+is refused.
 
-Communication: none but what `step` does.
-"""
+Communication: none but that of `step`."""
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from polyreme.errors import BatchError, OrderError
 from polyreme.models.huggingface import count_tokens, returned
 from polyreme.step.batch.batches import Batches, samples_of
-from polyreme.step.loss.graph import mixes, refuse_scaled, weight_of
+from polyreme.step.loss.graph import computed_from, has_cross_entropy, refuse_scaled, weight_of
 from polyreme.step.loss.objective import Objective
 from polyreme.step.step import Step, current
 from polyreme.step.user import grad_scaler
@@ -43,17 +41,17 @@ from polyreme.zero.reduce import Reducer
 
 @dataclass(eq=False)
 class Forward:
-    """A forward from which a backward may come."""
+    """A forward of the user's, for which a backward may come."""
 
     batch: Any
     updates: tuple[int, int]
-    """Steps done before it, and weights set by hand."""
+    """Steps before it, and times that weights were set by hand."""
     counted: bool = False
-    """Whether its backward has come."""
+    """True if its backward has come."""
 
 
-class Loop:
-    """What an engine knows of the calls since the last step."""
+class UserLoop:
+    """The user's forwards and backwards since the last step."""
 
     def __init__(
         self,
@@ -67,32 +65,34 @@ class Loop:
         """`parameters`: those to be trained."""
         self._objective, self._batches, self._step, self._reducer = objective, batches, step, reducer
         self._alike = batches.now.mean == "ranks"
-        self._last: tuple[Forward, Any] | None = None  # and its output, if its backward is still to come
+        self._last: tuple[Forward, Any] | None = None  # with its output, until its backward has come
         self._waiting: weakref.WeakKeyDictionary[Forward, None] = weakref.WeakKeyDictionary()
-        """Forwards that a backward may still come to, in their order."""
-        self._under_way: Forward | None = None  # a forward in which a backward may come already
-        self._reached: Forward | None = None  # to whose output the backward under way came first
-        self._aside = False  # the user has called the module since the last forward
-        self._task = -1  # autograd's number of the last backward that came by
+        """Forwards whose backward may still come, in order."""
+        self._under_way: Forward | None = None  # a running forward that may contain its own backward
+        self._reached: Forward | None = None  # the forward whose output the backward under way reached first
+        self._called_module = False  # True if the user has called the module since the last forward
+        self._task = -1  # autograd's id of the last backward that passed through
         self._parameters = parameters
-        self._loss: Tensor | None = None  # the loss of the backward under way, if that is known
-        self._announced: float | BatchError | None = None  # its weight, or why there is none
+        self._loss: Tensor | None = None  # the loss of the backward under way, if known
+        self._announced: float | BatchError | None = None  # its weight, or the error of finding it
         self._hook = model.register_forward_pre_hook(Hook(partial(_call, weakref.WeakMethod(self.called))))
         listen(self)
-        # graphs lead to the reducer, and what autograd's own memory holds, Python's collector cannot free
+        # weakly, as graphs lead to the reducer, and Python's collector cannot free cycles through autograd's
+        # memory
         reducer.unannounced = partial(_call, weakref.WeakMethod(self._begin))
-        # `finalize` holds its function for ever: it may not lead to the model or to functions of the script
+        # `finalize` keeps its function for ever, so that this must not lead to the model or to functions of
+        # the script
         weakref.finalize(self, self._hook.remove).atexit = False
 
     def close(self) -> None:
-        """Let go of graphs: their parameters may get other shapes."""
+        """Drop graphs, as their parameters may get other shapes, and stop listening."""
         self._last = None
         self._hook.remove()
         forget(self)
 
     def announce(self, loss: Tensor | None) -> None:
-        """See `Listener`: read what a loss is the mean of while that is there, for the case that its backward
-        comes to the output of the last forward."""
+        """See `Listener`. Reads, while the loss' inputs are there, what it is a mean over, in case its
+        backward reaches the output of the last forward."""
         self._loss, self._announced = loss, None
         if loss is None or self._last is None or current() is not None or self._alike:
             return
@@ -102,21 +102,22 @@ class Loop:
             if weight is None:
                 weight = self._weight_of_batch(loss, forward.batch, output)
             self._announced = float(weight)
-        except BatchError as error:  # it may be of others
+        except BatchError as error:  # the loss may not be of this engine
             self._announced = error
 
     def follow(self, roots: Sequence[Tensor]) -> None:
         """See `Listener`."""
-        states, inside = self._step.states, torch._C._current_graph_task_id() != -1  # in a recomputation
+        states, inside = self._step.states, torch._C._current_graph_task_id() != -1  # True in a recomputation
         if states is not None and not inside:
-            states.parts.allow()
+            states.divided.allow()
         if states is not None and states.between is None and current() is None and not inside:
             states.follow(roots) if roots else states.end()
 
     @contextmanager
     def inside(self, batch: Any) -> Iterator[Forward]:
-        """The forward of a micro-batch, in which, where all count alike, its backward may come already, and
-        the step: a model may train itself when it is called, as Lightning's manual optimization does."""
+        """Context of the forward of a micro-batch. Where all micro-batches count alike, the backward and the
+        step may come within it: a model may train itself when it is called, as in Lightning's manual
+        optimization."""
         forward = Forward(batch, self._updates)
         self._under_way = forward if self._alike and torch.is_grad_enabled() else None
         try:
@@ -125,21 +126,22 @@ class Loop:
             self._under_way = None
 
     def forward(self, forward: Forward, output: Any) -> None:
-        """Take note of the output of a forward, from which a backward may come."""
-        if not torch.is_grad_enabled() or forward.counted:  # it is one between, as for a validation loss
+        """Note the output of a forward whose backward may come."""
+        if not torch.is_grad_enabled() or forward.counted:  # a forward between, as for a validation loss
             return
-        self._last, self._aside = (forward, output), False
+        self._last, self._called_module = (forward, output), False
         self._waiting[forward] = None
         if self._step.states is not None:
-            self._step.states.parts.refuse()
+            self._step.states.divided.refuse()
         arrived = partial(_call, weakref.WeakMethod(self.arrived), forward)
         for tensor in returned(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(arrived)
 
     def backward(self, loss: Tensor, weight: float | None, last: bool, keep: bool = False) -> None:
-        """Backward of a micro-batch's mean loss, or of one of several that are its sum. keep: the graph."""
-        forward, output = self._forward()
+        """Run the backward of a micro-batch's mean loss, or of one of several losses that add up to it. keep:
+        retain the graph."""
+        forward, output = self._forward(loss)
         weight = 1.0 if self._alike else weight
         said, own, self._reached = weight is not None, None, None
         if weight is None:
@@ -148,7 +150,7 @@ class Loop:
             weight = self._weight_of_batch(loss, forward.batch, output) if own is None else own
         loss_sum, weight = self._objective.sum_of(loss, weight, output)
         self._step.backward(loss_sum, weight, *self._size(forward), last, keep)
-        if not said and weight and self._reached is None and self._aside:
+        if not said and weight and self._reached is None and self._called_module:
             raise BatchError(_OF_MODULE)
         if not said and own is None and self._reached not in (None, forward):
             self._check_weight(self._reached.batch, weight)
@@ -158,22 +160,21 @@ class Loop:
 
     @property
     def _repeats(self) -> bool:
-        """Whether one forward may have several backwards, each of which is one of the step's."""
+        """True if one forward may have several backwards, each of which counts in the step."""
         return self._alike and self._step.order.plan.extend
 
     def _size(self, forward: Forward) -> tuple[int, int]:
-        """Tokens and samples of a micro-batch, if they are not counted yet."""
+        """Return the tokens and samples of a micro-batch; 0 where they are counted already."""
         if forward.counted:
             return 0, 0
         return count_tokens(forward.batch), samples_of(forward.batch, self._batches.now)
 
     def _weight_alone(self, batch: Any) -> float:
-        """The weight of a backward of which no loss is known."""
+        """Return the weight of a backward whose loss is not known."""
         return self._step.order.plan.own if self._alike else self._objective.weight(batch)
 
     def _check_weight(self, batch: Any, weight: float) -> None:
-        """Raise BatchError where a loss of the micro-batch `batch` was weighted by another one's, of another
-        weight."""
+        """Raise BatchError where a loss of the micro-batch `batch` was weighted as one of another weight."""
         if (right := self._objective.weight(batch)) != weight:
             raise BatchError(
                 "the loss is of a forward before the last one, by whose "
@@ -184,7 +185,8 @@ class Loop:
             )
 
     def _weight_of_loss(self, loss: Any, batch: Any, output: Any) -> float | None:
-        """What a loss is the mean of, if it is made of torch's cross entropy."""
+        """Return the number of labels that a loss of torch's cross entropy is a mean over; None for
+        others."""
         own = getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss is own:
             return None
@@ -193,32 +195,28 @@ class Loop:
         return weight_of(loss)
 
     def _weight_of_batch(self, loss: Any, batch: Any, output: Any) -> float:
-        """What the batch says that a loss is the mean of."""
+        """Return the number of labels or samples that a loss is a mean over, counted in the batch."""
         weight = self._objective.weight(batch)
-        if loss is getattr(output, "loss", None) or (isinstance(loss, Tensor) and mixes(loss)):
+        if loss is getattr(output, "loss", None) or (isinstance(loss, Tensor) and has_cross_entropy(loss)):
             self._objective.check_own(loss, weight)
         return weight
 
-    def _forward(self) -> tuple[Forward, Any]:
-        """The last forward and its output; or where all count alike, the one under way, or one before it,
-        once that had its backward."""
+    def _forward(self, loss: Tensor | None = None) -> tuple[Forward, Any]:
+        """Return the last forward and its output. Where all micro-batches count alike: the one under way, or
+        an earlier one, once the last had its backward. Raises OrderError where there is none, which says
+        whether `loss` is of another engine."""
         if (inside := self._under_way) is not None:
             return Forward(inside.batch, self._updates) if inside.counted else inside, None
         if self._last is None:
             known = [each for each in self._waiting if each.updates == self._updates and self._alike]
             if not known:
-                raise OrderError(_OF_OTHER if self._other_waits() else _NO_FORWARD)
+                raise OrderError(_NO_FORWARD if loss is None or not _of_other(loss) else _OF_OTHER)
             return known[0], None
         self._check_weights(self._last[0])
         return self._last
 
-    def _other_waits(self) -> bool:
-        """Whether another engine of this process has a forward whose backward has not come."""
-        gc.collect()  # one that nobody has any more is none
-        return any(isinstance(other, Loop) and other._last is not None for other in listeners())
-
     def _refuse_more(self, batch: Any) -> None:
-        """Raise BatchError for more samples than a micro-batch has: a global batch, or one of another number
+        """Raise BatchError for more samples than a micro-batch has, as of a global batch or of another number
         of ranks."""
         batching = self._batches.now
         if (samples := samples_of(batch, batching)) > batching.micro:
@@ -251,13 +249,13 @@ class Loop:
             self._last = None
 
     def called(self, *_: Any) -> None:
-        """Take note of a call of the module, the engine's or the user's."""
-        self._aside = self._aside or torch.is_grad_enabled()
+        """Note a call of the module, by the engine or the user."""
+        self._called_module = self._called_module or torch.is_grad_enabled()
         if self._step.states is not None:
-            self._step.states.parts.allow()
+            self._step.states.divided.allow()
 
     def arrived(self, forward: Forward, _: Tensor) -> None:
-        """Take note of a backward that has come to the output of a forward."""
+        """Note that a backward has reached the output of a forward."""
         self._check_weights(forward)
         if current() is None or current() is self._step:
             grad_scaler.check()
@@ -269,14 +267,14 @@ class Loop:
                 self._begin(forward)
 
     def _begin(self, forward: Forward | None = None) -> None:
-        """A backward that was not announced will give parameters gradients; it has come to the output of
-        `forward`, if to any."""
+        """Begin a backward that was not announced and will give parameters gradients. `forward`: the one
+        whose output it has reached, if any."""
         if current() is None:
             grad_scaler.check()
             last = self._forward() if forward is None else self._last
             if (
                 forward is None
-                and self._aside
+                and self._called_module
                 and last is not None
                 and not _will_come_to(t.grad_fn for t in returned(last[1]))
             ):
@@ -286,10 +284,10 @@ class Loop:
                 raise OrderError(_NO_FORWARD)
             if not self._alike:
                 self._refuse_more(forward.batch)
-            told = self._announced if last is not None and forward is last[0] else None
-            if isinstance(told, BatchError):
-                raise told
-            weight = self._weight_alone(forward.batch) if told is None else told
+            announced = self._announced if last is not None and forward is last[0] else None
+            if isinstance(announced, BatchError):
+                raise announced
+            weight = self._weight_alone(forward.batch) if announced is None else announced
             tokens, samples = self._size(forward)
             self._count(forward)
             self._step.enter(weight, tokens, samples, self._loss)
@@ -299,28 +297,35 @@ class Loop:
         Variable._execution_engine.queue_callback(self._step.leave)
 
     def _accumulates(self) -> bool:
-        """Whether the backward under way gives any parameter a gradient."""
-        # not held: autograd's own memory holds a parameter, and all that its hooks hold, as long as its node
+        """Return whether the backward under way gives any parameter a gradient."""
+        # not stored: autograd would keep a parameter, and all that its hooks hold, alive with its node
         with torch._C.DisableTorchFunctionSubclass():
             return _will_come_to(get_gradient_edge(p).node for p in self._parameters if p.requires_grad)
 
 
 def _call(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
-    # autograd's own memory holds this, and Python's collector cannot free what that holds
+    # autograd's memory holds this function, and Python's collector cannot free cycles through it
     if (known := method()) is not None:
         known(*args)
 
 
+def _of_other(loss: Tensor) -> bool:
+    """Return whether the loss is of a forward of some engine that waits for its backward."""
+    loops = (each for each in listeners() if isinstance(each, UserLoop))
+    return any(each._last is not None and computed_from(loss, returned(each._last[1])) for each in loops)
+
+
 def _will_come_to(nodes: Iterable[Any]) -> bool:
-    """Whether the backward under way computes any of these."""
+    """Return whether the backward under way computes any of these nodes."""
     try:
         return any(torch._C._will_engine_execute_node(node) for node in nodes)
-    except RuntimeError:  # it is `torch.autograd.grad` of a parameter
+    except RuntimeError:  # this backward is `torch.autograd.grad` of a parameter
         return False
 
 
 _NO_FORWARD = (
-    "backward() without a forward of the engine: call engine(...) in the place of the model itself "
+    "backward() without a forward of the engine that still waits for it (each has one backward, before the "
+    "next step()): call engine(...) in the place of the model itself "
     "(engine.module(...) is no micro-batch), with gradients on: not under torch.no_grad(), nor behind a "
     "torch.set_grad_enabled(False) that is still in force. Of several micro-batches, do the "
     "backward of each before the forward of the next; of "

@@ -1,10 +1,9 @@
-"""What scripts expect of a model that was wrapped, as DistributedDataParallel wraps one, and what they set on
-it.
+"""The methods that scripts expect of a wrapped model, as DistributedDataParallel wraps one, and the
+attributes that they set on it.
 
-Invariant: what has one meaning for an engine does that; anything else, and what would have no effect, raises
-an error that names the way.
-Communication: that of `load_state_dict`, on all ranks.
-"""
+Invariant: a call that has one meaning for an engine does that; any other, and one that would have no effect,
+raises an error that names the way.
+Communication: that of `load_state_dict`, on all ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +17,13 @@ from polyreme.distributed.mesh import Mesh
 from polyreme.distributed.watch import collective
 from polyreme.errors import ModelError, OrderError, warn
 from polyreme.layout.mesh_axes import AXES
+from polyreme.step.memory.out_of_memory import Advise
 from polyreme.step.state import whole_tensors
 from polyreme.step.training import Training
 from polyreme.step.user.grad_mode import with_gradients
 
 CLIP = "set optimizer.clip in the config, or call engine.gradients().clip_(max_norm) before engine.step()"
-SETTABLE = {"module", "on_gradients"}
+SETTABLE = {"module", "on_gradients", "advise"}
 DEVICE = "the engine has put the model on engine.mesh.device, and moves it itself: leave it out"
 DTYPE = 'say it in the config: precision.compute = "bf16", "fp16" or "fp32"; batches are cast by the engine'
 WAYS = {
@@ -51,9 +51,9 @@ WAYS |= {
     ),
     "load_checkpoint": "engine.load(path) goes on from a checkpoint",
 }
-"""What to do in place of what a module or a wrapper of one has, and an engine has not."""
+"""Advice for attributes that a module or a wrapper has, and an engine has not."""
 ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-"""What torch's DistributedDataParallel asks of a module before it takes anything of it."""
+"""The attribute that torch's DistributedDataParallel reads first of a module."""
 INSTEAD = {
     "lr": 'set it on each group, `for group in engine.optimizer.param_groups: group["lr"] = ...`, or give '
     "[lr_schedule] in the config or initialize(lr_scheduler=...)",
@@ -65,19 +65,20 @@ INSTEAD = {
     "config": "give initialize() another config",
     "training": "call engine.train() or engine.eval()",
 }
-"""What to do in place of setting an attribute."""
+"""Advice for attributes that cannot be set."""
 
 
 class NoAttributeError(ModelError, AttributeError):
-    """An attribute that an engine does not have: `hasattr` says so, too."""
+    """An attribute that an engine does not have. `hasattr` returns False for it."""
 
 
 class ModuleFace:
-    """What an engine has of a module. `module` is the user's model, of whose parameters and buffers those of
-    this rank are listed: at stage 3 they are released between uses (see `full_parameters`)."""
+    """The methods by which an engine acts as a module. `module` is the user's model, which lists this rank's
+    parameters and buffers: at stage 3 parameters are released between uses (see `full_parameters`)."""
 
     module: nn.Module
     mesh: Mesh
+    advise: Advise | None = None
     _training: Training
     config: Any
     state: Any
@@ -85,14 +86,14 @@ class ModuleFace:
     _take_in_writes: Callable[[], None]
 
     def __repr__(self) -> str:
-        parts = [type(self.module).__name__, f"{self._parameter_count:,} parameters"]
-        parts += [f"mesh.{axis}={size}" for axis in AXES if (size := getattr(self.mesh, axis).size) > 1]
-        parts += [f"zero.stage={self.config.zero.stage}", f"step={self.state.step}"]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        words = [type(self.module).__name__, f"{self._parameter_count:,} parameters"]
+        words += [f"mesh.{axis}={size}" for axis in AXES if (size := getattr(self.mesh, axis).size) > 1]
+        words += [f"zero.stage={self.config.zero.stage}", f"step={self.state.step}"]
+        return f"{type(self).__name__}({', '.join(words)})"
 
     @property
     def parameter_count(self) -> int:
-        """Distinct parameters of the whole model: how many numbers they have."""
+        """The number of elements of all distinct parameters of the whole model."""
         return self._parameter_count
 
     def train(self, mode: bool = True) -> Self:
@@ -102,13 +103,13 @@ class ModuleFace:
         return self
 
     def eval(self) -> Self:
-        """Put the module into evaluation mode, until `train`. `eval_step` does so for itself."""
+        """Put the module into evaluation mode, until `train`. `eval_step` does so by itself."""
         return self.train(False)
 
-    def _look_at_mode(self) -> None:
+    def _check_mode(self) -> None:
         """Warn, once, of a step in evaluation mode."""
-        if not self.module.training and not vars(self).get("_told_of_mode"):
-            self._told_of_mode = True
+        if not self.module.training and not vars(self).get("_warned_of_mode"):
+            self._warned_of_mode = True
             warn(
                 "train_step of a model in evaluation mode, in which dropout does nothing and BatchNorm "
                 "learns no statistics: call engine.train() after engine.eval()"
@@ -116,38 +117,38 @@ class ModuleFace:
 
     @property
     def training(self) -> bool:
-        """Whether the module is in training mode."""
+        """True if the module is in training mode."""
         return self.module.training
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters. Their gradients are `gradients()`; the optimizer is the engine's: another
-        one of torch's of them raises ModelError."""
+        """Yield the module's parameters. Their gradients are in `gradients()`. Raises ModelError for a torch
+        optimizer made of them, as the engine has its own."""
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.optim"):
             raise ModelError(_OTHER_OPTIMIZER)
         yield from self.module.parameters(recurse)
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's, with the names that they have in `state_dict`."""
+        """Return the module's parameters, by their names in `state_dict`."""
         return self.module.named_parameters(*args, **options)
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """The module's."""
+        """Return the module's buffers."""
         return self.module.buffers(recurse)
 
     def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
-        """The module's."""
+        """Return the module's buffers, by name."""
         return self.module.named_buffers(*args, **options)
 
     def modules(self) -> Iterator[nn.Module]:
-        """The module and all in it."""
+        """Return the module and all its submodules."""
         return self.module.modules()
 
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The module and all in it, with names."""
+        """Return the module and all its submodules, by name."""
         return self.module.named_modules(*args, **options)
 
     def children(self) -> Iterator[nn.Module]:
-        """The module's."""
+        """Return the module's children."""
         return self.module.children()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -157,35 +158,35 @@ class ModuleFace:
     @collective
     @with_gradients
     def state_dict(self, rank0_only: bool = False, master: bool = False) -> dict[str, Tensor]:
-        """Whole tensors under the model's own names, tied ones under each of theirs; buffers too. Every rank
-        must call.
+        """Return whole tensors under the model's own names, tied ones under each of theirs; buffers too.
+        Every rank must call.
 
-        In the compute dtype, or with `master` the optimizer's full-precision copy. With `rank0_only` others
-        get {}."""
+        In the compute dtype, or with `master` the optimizer's full-precision copy. With `rank0_only` other
+        ranks get {}."""
         self._take_in_writes()
         return whole_tensors.state_dict(self._training.engine_state, rank0_only, master)
 
     @collective
     @with_gradients
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> whole_tensors.Keys:
-        """Set weights and buffers to whole tensors under the model's own names, as `state_dict` gives them,
-        at every layout. Every rank must call; what rank 0 gives counts, and others may give {}. Of tied
-        names one is enough. Optimizer states stay. Returns the names that are missing, and those that the
-        model does not have.
+        """Set weights and buffers to whole tensors under the model's own names, as `state_dict` returns them,
+        for any layout. Every rank must call; rank 0's tensors count, and others may give {}. Of tied names
+        one is enough. Optimizer states stay. Returns the missing names, and those that the model does not
+        have.
 
-        Raises ModelError on every rank where, with `strict`, there are any, or for another shape; nothing has
-        changed then."""
+        Raises ModelError on every rank for a different shape, and with `strict` for any such name; nothing
+        has changed then."""
         self._refuse_within_step("load_state_dict")
-        self._training.roster.check(self.module)
+        self._training.snapshot.check(self.module)
         self._training.sleep.refuse()
         self._take_in_writes()
-        self._training.saver.taken()
+        self._training.saver.wait_until_copied()
         found = whole_tensors.load_state_dict(self._training.engine_state, state_dict, strict)
         self._training.note()
         return found
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """(calls, bytes sent by this rank) since the start, by mesh axis and operation."""
+        """Return (calls, bytes sent by this rank) since the start, by mesh axis and operation."""
         return self.mesh.traffic()
 
     def _refuse_within_step(self, call: str) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer of all shards as a loop or a learning rate scheduler of the user's sees it.
+"""The optimizer of all shards, as a user's loop or learning rate scheduler sees it.
 
 Communication: that of `Engine.step`."""
 
@@ -15,68 +15,70 @@ from polyreme.errors import ModelError
 from polyreme.layout.intervals import overlap
 from polyreme.layout.region import Stored
 from polyreme.optim.options import Options
-from polyreme.zero.updates import Updates
+from polyreme.zero.sharded_optimizer import ShardedOptimizer
 
 
 class Steps(Protocol):
-    """What steps: an engine."""
+    """An engine, for its `step` and `zero_grad`."""
 
     def step(self, last: bool = False) -> Any: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-class Source:
-    """What views look at: the optimizer of the training that there is now, or was last. A refresh puts
-    another in its place, and schedulers on a view go on."""
+class ShownOptimizer:
+    """The optimizer that views show: that of the current training, or of the last one. A refresh replaces it,
+    and schedulers on a view go on."""
 
     options: Options
-    updates: Updates
+    sharded_optimizer: ShardedOptimizer
 
     def __init__(self) -> None:
         self._view: OptimizerView | None = None
 
-    def follow(self, options: Options, updates: Updates) -> None:
+    def follow(self, options: Options, sharded_optimizer: ShardedOptimizer) -> None:
         """Show these from now on."""
-        self.options, self.updates = options, updates
+        self.options, self.sharded_optimizer = options, sharded_optimizer
 
     def view(self, engine: Steps) -> OptimizerView:
-        """The optimizer as a user of `engine` sees it."""
+        """Return the optimizer as a user of `engine` sees it."""
         if self._view is None:
             self._view = OptimizerView(engine, self)
         return self._view
 
 
 class OptimizerView(Optimizer):
-    """`param_groups` are those whose options count at the next step; to change one (`group["lr"] = ...`), or
-    to have a torch scheduler do so, changes it. Their parameters are the model's, or stand-ins for them where
-    the config or a class made the groups."""
+    """A torch optimizer whose `param_groups` hold the options of the next step. Changing one (`group["lr"] =
+    ...`), directly or by a torch scheduler, takes effect. Their parameters are the model's, or stand-ins
+    where the config or a class made the groups."""
 
     is_of_engine = True
-    """What tells others that a step of it is one of an engine."""
-    _opt_called = True  # a torch scheduler warns where an optimizer has not stepped; the engine does so
+    """Marks a step of this optimizer as an engine's."""
+    # keeps torch schedulers from warning of an optimizer that has not stepped: the engine steps
+    _opt_called = True
 
-    def __init__(self, engine: Steps, source: Source) -> None:
-        self._engine, self._source = engine, source
+    def __init__(self, engine: Steps, shown: ShownOptimizer) -> None:
+        self._engine, self._shown = engine, shown
         self._made = False
-        super().__init__([{"params": []}], source.options.defaults)
+        super().__init__([{"params": []}], shown.options.defaults)
         self._made = True
 
     @property
-    def _updates(self) -> Updates:
-        return self._source.updates
+    def _sharded_optimizer(self) -> ShardedOptimizer:
+        return self._shown.sharded_optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._source.options.groups
+        return self._shown.options.groups
 
     @param_groups.setter
     def param_groups(self, groups: Iterable[Any]) -> None:
         self._refuse_setting("param_groups")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer that was given to `initialize`, whose parameters train from the next
+        """Add a group to the optimizer that was given to `initialize`. Its parameters train from the next
         step on. Raises ModelError where the engine made the groups."""
-        if self._made and not self._source.options.add_group(param_group):  # torch's constructor adds one
+        # torch's constructor adds an empty group
+        if self._made and not self._shown.options.add_group(param_group):
             raise ModelError(
                 "optimizer.add_param_group of an engine: add the parameters to the module, and call "
                 "engine.refresh(), which makes the groups anew"
@@ -84,16 +86,16 @@ class OptimizerView(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """This rank's part of the states, by parameter: flat tensors, and numbers such as `step`."""
+        """This rank's shards of the states, by parameter: flat tensors, and numbers such as `step`."""
         found: defaultdict[Tensor, Any] = defaultdict(dict)
-        for update in self._updates:
-            bucket = update.bucket
-            for interval, states in update.state.by_interval():
+        for optimizer in self._sharded_optimizer:
+            bucket = optimizer.bucket
+            for interval, states in optimizer.state.by_interval():
                 for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
                     if inside := overlap(interval, slot):
                         found[parameter].update(
                             {
-                                kind: _part(value, inside.since(interval.start), interval.size)
+                                kind: _slice_state(value, inside.since(interval.start), interval.size)
                                 for kind, value in states.items()
                             }
                         )
@@ -104,7 +106,7 @@ class OptimizerView(Optimizer):
         self._refuse_setting("state")
 
     def _refuse_setting(self, name: str) -> None:
-        if self._made:  # torch's constructor sets empty ones
+        if self._made:  # torch's constructor sets both
             raise ModelError(
                 f"optimizer.{name} = ... of an engine, whose shards have what it tells of: set options in "
                 "param_groups as they are, and states by engine.numbers(parameter)"
@@ -132,12 +134,12 @@ class OptimizerView(Optimizer):
         raise ModelError(SPREAD)
 
 
-def _part(value: Any, part: slice, size: int) -> Any:
-    """The numbers `part` of a state of `size` numbers; any other state as it is."""
+def _slice_state(value: Any, elements: slice, size: int) -> Any:
+    """Return these `elements` of a state of `size` numbers; any other state as it is."""
     if isinstance(value, Stored):
-        return value.fetch(part.start, part.stop)
+        return value.fetch(elements.start, elements.stop)
     if isinstance(value, Tensor) and value.numel() == size and value.dim():
-        return value.flatten()[part]
+        return value.flatten()[elements]
     return value
 
 

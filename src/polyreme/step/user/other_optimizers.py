@@ -1,6 +1,7 @@
-"""Calls of optimizers that a script made of parameters which an engine trains, and that would do nothing.
+"""The refusal of calls that would do nothing, of optimizers that a script made of parameters which an engine
+trains.
 
-Invariant: an optimizer of no such parameter steps as without us, and an engine's own are not looked into.
+Invariant: an optimizer without such parameters steps as in plain torch, and an engine's own are not checked.
 No communication."""
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from polyreme.zero.parameter import is_trained, name_of
 
 
 def refuse_calls(given: Optimizer) -> list[RemovableHandle]:
-    """Have `step`, `state_dict` and `load_state_dict` of an optimizer that was given to an engine raise
-    ModelError until what this returns is removed."""
+    """Make `step`, `state_dict` and `load_state_dict` of an optimizer that was given to an engine raise
+    ModelError, until the returned handles are removed."""
     return [
         given.register_step_pre_hook(_refuse_given),
         given.register_state_dict_pre_hook(_refuse_saving),
@@ -27,7 +28,7 @@ def refuse_calls(given: Optimizer) -> list[RemovableHandle]:
 
 
 def is_given(optimizer: Optimizer) -> bool:
-    """Whether it was given to an engine that is there."""
+    """Return whether the optimizer was given to a live engine."""
     return _refuse_given in getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
 
 
@@ -51,8 +52,8 @@ def _refuse_states(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
-    """Raise ModelError for a step over an engine's parameters of an optimizer that is none of an engine's and
-    was given to none."""
+    """Raise ModelError for a step over an engine's parameters by an optimizer that is no engine's and was
+    given to none."""
     if getattr(optimizer, "is_of_engine", False) or is_given(optimizer):
         return
     for group in optimizer.param_groups:
@@ -68,4 +69,4 @@ def _refuse_others(optimizer: Optimizer, *_: Any) -> None:
 
 
 register_optimizer_step_pre_hook(_refuse_others)
-# once for the process: by engine, hooks would come and go while another thread steps
+# once for the process: hooks for each engine would come and go while another thread steps

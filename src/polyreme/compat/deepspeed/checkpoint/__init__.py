@@ -1,4 +1,4 @@
-"""DeepSpeed's helpers around checkpoints."""
+"""The package `deepspeed.checkpoint`, with constants and functions around checkpoints."""
 
 from polyreme.compat.deepspeed.checkpoint import constants
 from polyreme.compat.deepspeed.checkpoint.constants import *  # noqa: F403

@@ -1,37 +1,23 @@
-"""Names in DeepSpeed's checkpoints, for scripts that look into them or add to the client state."""
+"""DeepSpeed's constants for the names in its checkpoints, for scripts that look into them or add to the
+client state. Most are the constant's own name in small letters."""
 
-OPTIMIZER_STATE_DICT = "optimizer_state_dict"
-FP32_GROUPS = "fp32_groups"
-FP32_FLAT_GROUPS = "fp32_flat_groups"
-BASE_OPTIMIZER_STATE = "base_optimizer_state"
-SINGLE_PARTITION_OF_FP32_GROUPS = "single_partition_of_fp32_groups"
-PARAM_GROUPS = "param_groups"
-GROUP_PADDINGS = "group_paddings"
-PARTITION_COUNT = "partition_count"
-ZERO_STAGE = "zero_stage"
-CLIP_GRAD = "clip_grad"
+from typing import TYPE_CHECKING, Any
+
+_ALIKE = """
+optimizer_state_dict fp32_groups fp32_flat_groups base_optimizer_state single_partition_of_fp32_groups
+param_groups group_paddings partition_count zero_stage clip_grad loss_scaler param param_shapes buffer_names
+frozen_param_shapes frozen_param_fragments ds_version universal_checkpoint_info vocabulary_parameter_patterns
+pipeline_replicated_parameter_patterns parameter_to_average_patterns parameter_with_row_parallelism_patterns
+tp_replicated_parameter_patterns parameter_with_2_sub_params_cat_dim_0 parameter_with_sub_params
+"""
+globals().update({name.upper(): name for name in _ALIKE.split()})
 FP32_WEIGHT_KEY = "fp32"
-LOSS_SCALER = "loss_scaler"
-PARAM = "param"
-PARAM_SHAPES = "param_shapes"
-BUFFER_NAMES = "buffer_names"
-FROZEN_PARAM_SHAPES = "frozen_param_shapes"
-FROZEN_PARAM_FRAGMENTS = "frozen_param_fragments"
-MODEL_FILE_PREFIX = "mp_rank_"
-ZERO_FILE_PREFIX = "zero_pp_rank_"
-OPTIM_FILE_SUFFIX = "_optim_states.pt"
-MODEL_FILE_SUFFIX = "_model_states.pt"
+MODEL_FILE_PREFIX, MODEL_FILE_SUFFIX = "mp_rank_", "_model_states.pt"
+ZERO_FILE_PREFIX, OPTIM_FILE_SUFFIX = "zero_pp_rank_", "_optim_states.pt"
+BF16_ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX = f"bf16_{ZERO_FILE_PREFIX}", f"fp16_{ZERO_FILE_PREFIX}"
 LAYER_FILE_PREFIX = "layer_"
-BF16_ZERO_FILE_PREFIX = f"bf16_{ZERO_FILE_PREFIX}"
-FP16_ZERO_FILE_PREFIX = f"fp16_{ZERO_FILE_PREFIX}"
-DS_VERSION = "ds_version"
-UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
-UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
-UNIVERSAL_CHECKPOINT_VERSION_VALUE = 0.4
-VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
-PIPELINE_REPLICATED_PARAMETER_PATTERNS = "pipeline_replicated_parameter_patterns"
-PARAMETER_TO_AVERAGE_PATTERNS = "parameter_to_average_patterns"
-PARAMETER_WITH_ROW_PARALLELISM_PATTERNS = "parameter_with_row_parallelism_patterns"
-TP_REPLICATED_PARAMETER_PATTERNS = "tp_replicated_parameter_patterns"
-PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
-PARAMETER_WITH_SUB_PARAMS = "parameter_with_sub_params"
+UNIVERSAL_CHECKPOINT_VERSION_KEY, UNIVERSAL_CHECKPOINT_VERSION_VALUE = "universal_checkpoint_version", 0.4
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

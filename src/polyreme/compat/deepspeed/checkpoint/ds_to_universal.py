@@ -1,5 +1,5 @@
-"""DeepSpeed's converter to universal checkpoints, which load on any number of ranks and at any stage. Here
-every checkpoint does: the output is a copy of the input."""
+"""DeepSpeed's command that converts a checkpoint to one that loads on any number of ranks and at any stage.
+Every checkpoint does so here: the command copies it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from polyreme.compat.deepspeed.saving import LATEST_UNIVERSAL, replace_text
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """DeepSpeed's arguments. Those about workers, temporary files and checks change nothing."""
+    """Return the arguments, which are DeepSpeed's. Those about workers, temporary files and checks change
+    nothing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input_folder", type=str, required=True, help="folder of one checkpoint")
     parser.add_argument("--output_folder", type=str, required=True, help="folder to make")
@@ -27,10 +28,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Any) -> None:
-    """Make `args.output_folder`, and beside it the file `latest_universal`, which `load_checkpoint` without a
-    tag reads where the config has `checkpoint.load_universal`.
+    """Copy `args.input_folder` to `args.output_folder`, and write its name into the file `latest_universal`
+    beside it. `load_checkpoint` without a tag reads that file if the config has `checkpoint.load_universal`.
 
-    Raises ArgumentError where the input is no folder, or the output is there."""
+    Raises ArgumentError if the input is no folder, or the output exists."""
     source, target = Path(args.input_folder), Path(args.output_folder)
     if not source.is_dir():
         raise ArgumentError(

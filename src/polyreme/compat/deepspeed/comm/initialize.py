@@ -1,5 +1,5 @@
-"""How ranks join, by DeepSpeed's call: the variables of a launcher, those of mpirun through mpi4py, or a
-process of its own.
+"""DeepSpeed's `init_distributed`, by which ranks meet: as the variables of a launcher say, or mpirun through
+mpi4py, or as a single process.
 
 Invariant: a single process listens on loopback alone."""
 
@@ -15,7 +15,6 @@ from typing import Any
 import torch.distributed as dist
 
 from polyreme.compat.deepspeed.accelerator import get_accelerator
-from polyreme.compat.deepspeed.comm.constants import NCCL_BACKEND
 from polyreme.compat.deepspeed.comm.timed import comms_logger
 from polyreme.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from polyreme.compat.deepspeed.refusal import OrderError
@@ -33,7 +32,8 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Set what the communication logger records: by the `comms_config` of a config, then by what is given."""
+    """Set what the communication logger records, by the `comms_config` of a config and by the arguments,
+    which count before it."""
     if deepspeed_config is not None and deepspeed_config.comms_config.comms_logger_enabled:
         comms_logger.configure(deepspeed_config.comms_config)
     given = {
@@ -43,9 +43,7 @@ def configure(
         "verbose": verbose,
         "debug": debug,
     }
-    for name, value in given.items():
-        if value is not None:
-            setattr(comms_logger, name, value)
+    vars(comms_logger).update({name: value for name, value in given.items() if value is not None})
 
 
 def init_distributed(
@@ -60,22 +58,22 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Open the process group, unless one is open: where `init_method`, `rank` and `world_size` say, else
-    where the launcher's variables do; without any, this process is a world of its own.
+    """Open the process group, unless one is open. Ranks meet as `init_method`, `rank` and `world_size` say,
+    or else the launcher's variables; without any of these, this process is the only rank.
 
-    `dist_backend` None is the accelerator's own; NCCL is joined by gloo, for tensors of the CPU. Raises
-    OrderError for `dist_init_required=False` without an open group, TransportError where ranks cannot meet,
+    dist_backend: None: the accelerator's own. With NCCL, gloo is opened, too, for tensors of the CPU. Raises
+    OrderError for `dist_init_required=False` without an open group, TransportError if the ranks cannot meet,
     and LaunchError for variables that contradict each other."""
     configure(config)
     if dist.is_initialized():
         return
     if dist_init_required is False:
         raise OrderError(
-            "Distributed backend is not initialized: set dist_init_required to True, or call "
+            "dist_init_required=False, and no process group is open: leave it out, or open a group by "
             "torch.distributed.init_process_group before"
         )
     backend = dist_backend or get_accelerator().communication_backend_name()
-    if backend == NCCL_BACKEND:
+    if backend == "nccl":
         backend = "cuda:nccl,cpu:gloo"
     if init_method is not None or rank >= 0 or world_size > 0:
         _join(lambda: dist.init_process_group(
@@ -103,7 +101,8 @@ def _join(open_group: Callable[[], None]) -> None:
 
 
 def _place(auto_mpi_discovery: bool, port: int, verbose: bool) -> Environment:
-    """Which rank this process is; under mpirun as mpi4py says."""
+    """Return this process's rank and where ranks meet, as the launcher's variables say, or under mpirun
+    mpi4py."""
     try:
         return detect()
     except LaunchError as error:
@@ -117,8 +116,8 @@ def _place(auto_mpi_discovery: bool, port: int, verbose: bool) -> Environment:
 
 
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
-    """Ask mpi4py which rank this process is, and write the answer into the variables that torch reads. Ranks
-    meet at the first one's host. Collective over MPI's processes; raises ImportError without mpi4py."""
+    """Ask mpi4py for this process's rank, and write it to the variables that torch reads. Ranks meet on the
+    first one's host. Collective over MPI's processes; raises ImportError without mpi4py."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD

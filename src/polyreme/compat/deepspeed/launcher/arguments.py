@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from polyreme.compat.deepspeed.launcher.constants import (
     DLTS_HOSTFILE,
@@ -22,15 +22,6 @@ _REMOVED = {
 }
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something: DeepSpeed's "" and -1 stand for an option that is left out."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, "", -1, "None"):
-            return action.help
-        return super()._get_help_string(action)
-
-
 class _Parser(argparse.ArgumentParser):
     """Says what to do: in place of an option that DeepSpeed had once, and where nothing is given."""
 
@@ -43,126 +34,80 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}\n{self.prog} --help shows the options")
 
 
-def _options_of_ranks(parser: argparse.ArgumentParser) -> None:
-    """What concerns ranks, once their hosts are known."""
-    add = parser.add_argument
-    add("--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
-    add("--no_python", action="store_true", help="SCRIPT is a program, and is run as it is")
-    add("--no_local_rank", action="store_true", help="do not give the script --local_rank=N")
-    add(
-        "--enable_each_rank_log",
-        default="None",
-        type=str,
-        metavar="FOLDER",
-        help="write the output of each rank to a file in this folder",
+_SLOTS = "as HOST[:SLOT,...]@HOST..., a host without slots being all of its own"
+Option = tuple[Any, ...]
+"""Its names, its type (bool: it has no value), its default, what it does, and the values that it may have."""
+_OF_HOSTS: tuple[Option, ...] = (
+    ("-H --hostfile", str, DLTS_HOSTFILE, "a file of lines HOST slots=N"),
+    ("-i --include", str, "", f"use only these slots, {_SLOTS}"),
+    ("-e --exclude", str, "", f"use all but these slots, {_SLOTS}"),
+    ("--num_nodes", int, -1, "use so many hosts, the first of the hostfile; all by default"),
+    ("--num_gpus --num_accelerators", int, -1, "ranks on each host; by default one a GPU, 1 without GPUs"),
+    ("--force_multi", bool, False, "start a single host's ranks as those of several"),
+    ("--master_port", int, TORCH_DISTRIBUTED_DEFAULT_PORT, "where ranks meet; any other if that is taken"),
+    ("--master_addr", str, "", "the address of the first host"),
+    ("--node_rank", int, -1, "with --no_ssh: which of the hosts this is"),
+    ("--launcher", str, PDSH_LAUNCHER, "(for several hosts) what starts ranks there: pdsh, which is ssh "
+     "itself here, openmpi, mpich, impi, mvapich or slurm"),
+    ("--launcher_args", str, "", "(for several hosts) arguments of mpirun or srun, in one word"),
+    ("--no_ssh", bool, False, "the command is given on each host, with its --node_rank"),
+    ("--no_ssh_check", bool, False, "(nothing to do) hosts are always looked at first"),
+    ("--ssh_port", int, None, "(for several hosts) the port of ssh"),
+    ("--venv_script", str, None, "(for several hosts) the file that their shells source first"),
+    ("--save_pid", bool, False, "write the launcher's process id to /tmp/PID.deepspeed"),
+    ("--autotuning", str, "", "(refused) try other settings by itself", ["tune", "run"]),
+)  # fmt: skip
+_OF_RANKS: tuple[Option, ...] = (
+    ("--module", bool, False, "SCRIPT is the name of a module, as for python -m"),
+    ("--no_python", bool, False, "SCRIPT is a program, and is run as it is"),
+    ("--no_local_rank", bool, False, "do not give the script --local_rank=N"),
+    ("--enable_each_rank_log", str, "None", "write the output of each rank to a file in this folder"),
+    ("--bind_cores_to_rank", bool, False, "keep ranks on their shares of cores, with any OMP_NUM_THREADS"),
+    ("--bind_core_list", str, None, "share these cores only, such as 3,5-7,9"),
+    ("--log_level", str, "info", "what the launcher tells", LEVELS),
+    ("-q --quiet", bool, False, "the same as --log_level error"),
+)  # fmt: skip
+"""The options about ranks, once their hosts are known."""
+_OF_ONE_HOST: tuple[Option, ...] = (
+    ("--node_rank", int, 0, "which of the hosts this is"),
+    ("--master_addr", str, "127.0.0.1", "the address of the first host"),
+    ("--master_port", int, TORCH_DISTRIBUTED_DEFAULT_PORT, "where ranks meet"),
+    ("--world_info", str, "None", "hosts and slots, from encode_world_info"),
+    ("--save_pid", int, 0, "write this process's id to /tmp/PID.deepspeed"),
+)
+"""The options of the starter of the ranks of one host of several."""
+
+
+def _add(parser: argparse.ArgumentParser, script: str, arguments: str, *tables: tuple[Option, ...]) -> None:
+    """Add the options of the tables, the script, and all that follows it."""
+    for names, kind, default, says, *choices in (row for table in tables for row in table):
+        how: dict[str, Any] = {"type": kind, "choices": choices[0] if choices else None}
+        if kind is bool:
+            how = {"action": "store_true"}
+        shown = "" if default in (None, False, "", -1, "None") else " (default: %(default)s)"
+        parser.add_argument(*names.split(), default=default, help=says + shown, **how)
+    parser.add_argument(script, type=str, metavar="SCRIPT", help="the script")
+    parser.add_argument(
+        arguments, nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="all that follows is the script's"
     )
-    add(
-        "--bind_cores_to_rank",
-        action="store_true",
-        help="keep each rank on its share of the cores, whatever OMP_NUM_THREADS is",
-    )
-    add("--bind_core_list", type=str, metavar="CORES", help="share these cores only, such as 1,3-5,7")
-    add("--log_level", type=str, default="info", choices=LEVELS, help="what the launcher tells")
-    add("-q", "--quiet", action="store_true", help="the same as --log_level error")
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of `deepspeed [OPTIONS] SCRIPT ARGUMENTS...`, with DeepSpeed's names and defaults; all that
-    follows SCRIPT is `user_args`. Ends the process with status 2 for options that are not."""
+    """Return the options of `deepspeed [OPTIONS] SCRIPT ARGUMENTS...`, with DeepSpeed's names and defaults;
+    all that follows SCRIPT is `user_args`. Ends the process with status 2 for options that are not."""
     parser = _Parser(
         prog="polyreme deepspeed",
         usage="%(prog)s [OPTIONS] SCRIPT [ARGUMENTS]...",
         description="Run a DeepSpeed script as ranks on this machine or on a hostfile's, on Polyreme.",
-        formatter_class=_Help,
     )
-    _options_of_hosts(parser)
-    _options_of_the_way_there(parser)
-    _options_of_ranks(parser)
-    add = parser.add_argument
-    add("--save_pid", action="store_true", help="write the launcher's process id to /tmp/PID.deepspeed")
-    add(
-        "--autotuning",
-        default="",
-        choices=["tune", "run"],
-        type=str,
-        help="(refused) try other settings by itself",
-    )
-    add("user_script", type=str, metavar="SCRIPT", help="the script")
-    add("user_args", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="all that follows is the script's")
+    _add(parser, "user_script", "user_args", _OF_HOSTS, _OF_RANKS)
     return parser.parse_args(args)
 
 
-def _options_of_hosts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    slots = "as HOST[:SLOT,...]@HOST..., a host without slots being all of its own"
-    add("-H", "--hostfile", type=str, default=DLTS_HOSTFILE, help="a file of lines HOST slots=N")
-    add("-i", "--include", type=str, default="", help=f"use only these slots, {slots}")
-    add("-e", "--exclude", type=str, default="", help=f"use all but these slots, {slots}")
-    add(
-        "--num_nodes",
-        type=int,
-        default=-1,
-        help="use so many hosts, the first of the hostfile; all by default",
-    )
-    add(
-        "--num_gpus",
-        "--num_accelerators",
-        type=int,
-        default=-1,
-        help="ranks on each host; by default one a GPU, and 1 without GPUs",
-    )
-    add("--force_multi", action="store_true", help="start a single host's ranks as those of several")
-
-
-def _options_of_the_way_there(parser: argparse.ArgumentParser) -> None:
-    """How hosts and ranks reach each other."""
-    add = parser.add_argument
-    add(
-        "--master_port",
-        default=TORCH_DISTRIBUTED_DEFAULT_PORT,
-        type=int,
-        help="where ranks meet; the default, or any other if it is taken",
-    )
-    add("--master_addr", default="", type=str, help="the address of the first host")
-    add("--node_rank", default=-1, type=int, help="with --no_ssh: which of the hosts this is")
-    add(
-        "--launcher",
-        default=PDSH_LAUNCHER,
-        type=str,
-        help="(for several hosts) what starts ranks there: pdsh, which is ssh itself here, openmpi, mpich, "
-        "impi, mvapich or slurm",
-    )
-    add(
-        "--launcher_args",
-        default="",
-        type=str,
-        help="(for several hosts) arguments of mpirun or srun, in one word",
-    )
-    add("--no_ssh", action="store_true", help="the command is given on each host, with its --node_rank")
-    add("--no_ssh_check", action="store_true", help="(nothing to do) hosts are always looked at first")
-    add("--ssh_port", type=int, default=None, help="(for several hosts) the port of ssh")
-    add(
-        "--venv_script",
-        type=str,
-        default=None,
-        help="(for several hosts) the file that their shells source first",
-    )
-
-
 def parse_launch_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of `launch`, which starts the ranks of one host of several."""
+    """Return the options of `launch`, which starts the ranks of one host of several."""
     parser = argparse.ArgumentParser(
         prog="polyreme.compat.deepspeed.launcher.launch", description="Start the ranks of one host."
     )
-    add = parser.add_argument
-    add("--node_rank", type=int, default=0, help="which of the hosts this is")
-    add("--master_addr", default="127.0.0.1", type=str, help="the address of the first host")
-    add("--master_port", default=TORCH_DISTRIBUTED_DEFAULT_PORT, type=int, help="where ranks meet")
-    add("--world_info", default="None", type=str, help="hosts and slots, from encode_world_info")
-    _options_of_ranks(parser)
-    add(
-        "--save_pid", type=int, default=0, metavar="PID", help="write this process's id to /tmp/PID.deepspeed"
-    )
-    add("training_script", type=str, help="the script")
-    add("training_script_args", nargs=argparse.REMAINDER, help="all that follows is the script's")
+    _add(parser, "training_script", "training_script_args", _OF_ONE_HOST, _OF_RANKS)
     return parser.parse_args(args)

@@ -13,37 +13,25 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from polyreme.compat import finder
-from polyreme.compat.deepspeed.launcher.arguments import parse_launch_args
-from polyreme.compat.deepspeed.launcher.constants import (
-    CROSS_RANK,
-    CROSS_SIZE,
-    LOCAL_SIZE,
-    TORCH_DISTRIBUTED_DEFAULT_PORT,
-)
-from polyreme.compat.deepspeed.launcher.resources import (
-    Active,
-    ResourceError,
-    decode_world_info,
-    get_accelerator,
-    is_this_machine,
-    logger,
-)
+from polyreme.compat.deepspeed.launcher import constants
+from polyreme.compat.deepspeed.launcher.arguments import parse_launch_args as parse_args
+from polyreme.compat.deepspeed.launcher.resources import decode_world_info, get_accelerator, logger
 from polyreme.compat.deepspeed.utils.numa import parse_range_list
 from polyreme.distributed.environment import LOOPBACK, refuse_several
 from polyreme.errors import PolyremeError
 from polyreme.files.direct_io import no_links
 from polyreme.launch.cores import PIN
+from polyreme.launch.hostfile import Active, ResourceError, is_this_machine
 from polyreme.launch.hosts import Hosts
-from polyreme.launch.manner import Manner
+from polyreme.launch.options import LaunchOptions
 from polyreme.launch.torchrun import launch
 
 PID_FILE_BASEPATH = "/tmp"
 MODULE_OR_PROGRAM = "--module and --no_python are both given: SCRIPT is a module or a program"
-parse_args = parse_launch_args
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -67,13 +55,19 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def words(module: bool, script: str, arguments: Sequence[str]) -> list[str]:
-    """What Python is to run."""
+    """Return the words that follow `python`."""
     return [*(["-m"] if module else []), script, *arguments]
 
 
+def place(index: int, hosts: int, ranks: int) -> dict[str, str]:
+    """Return the variables that say which host a rank is on, of how many, and beside how many ranks."""
+    names = (constants.CROSS_RANK, constants.CROSS_SIZE, constants.LOCAL_SIZE)
+    return dict(zip(names, map(str, (index, hosts, ranks)), strict=True))
+
+
 def ports(port: int) -> tuple[int, ...]:
-    """Where ranks of one host may meet: instead of the default port at any other."""
-    return (port, 0) if port == TORCH_DISTRIBUTED_DEFAULT_PORT else (port,)
+    """Return where ranks of one host may meet: instead of the default port at any other."""
+    return (port, 0) if port == constants.TORCH_DISTRIBUTED_DEFAULT_PORT else (port,)
 
 
 def run(options: argparse.Namespace, command: Sequence[str], world: Active, index: int, pid: int = 0) -> None:
@@ -87,12 +81,10 @@ def run(options: argparse.Namespace, command: Sequence[str], world: Active, inde
     hosts = _hosts(options, len(world), index)
     slots = list(world.values())[index]
     with _cores(options, len(slots)) as binding, pid_file(pid):
-        manner = Manner(
+        launch_options = LaunchOptions(
             variables={
                 **finder.variables("deepspeed"),
-                CROSS_RANK: str(index),
-                CROSS_SIZE: str(len(world)),
-                LOCAL_SIZE: str(len(slots)),
+                **place(index, len(world), len(slots)),
                 **_visible_devices(slots),
                 **binding,
             },
@@ -101,11 +93,11 @@ def run(options: argparse.Namespace, command: Sequence[str], world: Active, inde
             program=options.no_python,
             log=log(options.enable_each_rank_log),
         )
-        launch(command, len(slots), manner=manner, hosts=hosts)
+        launch(command, len(slots), options=launch_options, hosts=hosts)
 
 
 def _hosts(options: argparse.Namespace, count: int, index: int) -> Hosts | None:
-    """Where the command, which was given on each of several hosts, meets the others."""
+    """Return where the command, which was given on each of several hosts, meets the others."""
     if count == 1:
         refuse_several("DeepSpeed's launcher")
         if options.master_addr and not is_this_machine(options.master_addr):
@@ -123,7 +115,8 @@ def _hosts(options: argparse.Namespace, count: int, index: int) -> Hosts | None:
 
 
 def _visible_devices(slots: Sequence[int]) -> dict[str, str]:
-    """The variables that show ranks these devices alone: of those that this process sees, by their place."""
+    """Return the variables that show ranks these devices alone: of those that this process sees, by their
+    place."""
     found = {}
     for name in get_accelerator().visible_devices_envs():
         seen = [device for device in os.environ.get(name, "").split(",") if device]
@@ -133,7 +126,7 @@ def _visible_devices(slots: Sequence[int]) -> dict[str, str]:
 
 
 def log(folder: str) -> str | None:
-    """How the ranks' files begin, in a folder that is made if it is not there."""
+    """Return how the paths of the ranks' files begin, in a folder that is made if it is not there."""
     if folder == "None":
         return None
     try:
@@ -147,8 +140,8 @@ def log(folder: str) -> str | None:
 
 @contextlib.contextmanager
 def _cores(options: argparse.Namespace, ranks: int) -> Iterator[dict[str, str]]:
-    """Variables for ranks that each stay on their share of the cores, if that is asked for: of all that this
-    process may use, or of --bind_core_list."""
+    """Give variables for ranks that each stay on their share of the cores, if that is asked for: of all that
+    this process may use, or of --bind_core_list."""
     if not options.bind_cores_to_rank:
         if options.bind_core_list is not None:
             raise ResourceError("--bind_core_list is for --bind_cores_to_rank: give both, or neither")
@@ -172,7 +165,7 @@ def _cores(options: argparse.Namespace, ranks: int) -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def pid_file(pid: int) -> Iterator[None]:
-    """This process's id in /tmp/PID.deepspeed, as long as ranks run."""
+    """Keep this process's id in /tmp/PID.deepspeed, as long as ranks run."""
     if not pid:
         yield
         return
@@ -191,12 +184,11 @@ def pid_file(pid: int) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def command_line(function: object, words: Sequence[str] | None = None) -> None:
+def command_line(function: Callable[[], object]) -> None:
     """Call `main` of a module that is run by itself; an error of Polyreme's is a message and an exit
     status."""
-    assert callable(function)
     try:
-        function(words)
+        function()
     except PolyremeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)

@@ -14,31 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polyreme.compat.deepspeed.launcher.constants import DLTS_HOSTFILE
-from polyreme.launch.hostfile import (
-    Active,
-    Pool,
-    ResourceError,
-    apply_num_nodes_and_gpus,
-    is_this_machine,
-    parse_hostfile,
-    parse_inclusion_exclusion,
-    parse_node_config,
-    parse_node_config_list,
-    parse_resource_filter,
-)
-
-__all__ = [
-    "Active",
-    "Pool",
-    "ResourceError",
-    "apply_num_nodes_and_gpus",
-    "is_this_machine",
-    "parse_hostfile",
-    "parse_inclusion_exclusion",
-    "parse_node_config",
-    "parse_node_config_list",
-    "parse_resource_filter",
-]
+from polyreme.launch.hostfile import Pool, ResourceError, read
 
 
 class _Stderr(logging.Handler):
@@ -60,7 +36,7 @@ def fetch_hostfile(hostfile_path: str) -> Pool | None:
         level = logging.DEBUG if hostfile_path == DLTS_HOSTFILE else logging.WARNING
         logger.log(level, "no hostfile %s: only this machine is used", hostfile_path)
         return None
-    return parse_hostfile(Path(hostfile_path).read_text("utf-8-sig").splitlines())
+    return read(Path(hostfile_path))
 
 
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
@@ -69,7 +45,7 @@ def encode_world_info(world_info: Mapping[str, Any]) -> str:
 
 
 def decode_world_info(word: str) -> dict[str, list[int]]:
-    """What `encode_world_info` made a word of.
+    """Return the hosts and slots of a word that `encode_world_info` made.
 
     Raises ResourceError for any other word."""
     try:
@@ -105,5 +81,5 @@ class LocalDevices:
 
 
 def get_accelerator() -> LocalDevices:
-    """What a launcher asks for devices."""
+    """Return the object that a launcher asks for devices."""
     return LocalDevices()

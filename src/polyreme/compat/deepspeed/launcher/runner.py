@@ -8,72 +8,23 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess  # a name of DeepSpeed's module, too
 from collections.abc import Sequence
 
-from polyreme.compat.deepspeed.launcher import elsewhere, launch
+from polyreme.compat.deepspeed.launcher import constants, elsewhere, launch
 from polyreme.compat.deepspeed.launcher.arguments import parse_args
-from polyreme.compat.deepspeed.launcher.constants import (
-    DLTS_HOSTFILE,
-    ENVIRONMENT_FILE,
-    IMPI_LAUNCHER,
-    MPICH_LAUNCHER,
-    MVAPICH_LAUNCHER,
-    OPENMPI_LAUNCHER,
-    PDSH_LAUNCHER,
-    PDSH_MAX_FAN_OUT,
-    SLURM_LAUNCHER,
-    TORCH_DISTRIBUTED_DEFAULT_PORT,
-)
-from polyreme.compat.deepspeed.launcher.multinode_runner import (
-    IMPIRunner,
-    MPICHRunner,
-    MultiNodeRunner,
-    MVAPICHRunner,
-    OpenMPIRunner,
-    PDSHRunner,
-    SlurmRunner,
-)
-from polyreme.compat.deepspeed.launcher.resources import (
-    Active,
-    Pool,
-    ResourceError,
-    apply_num_nodes_and_gpus,
-    encode_world_info,
-    fetch_hostfile,
-    get_accelerator,
-    is_this_machine,
-    logger,
-    parse_hostfile,
-    parse_inclusion_exclusion,
-    parse_node_config,
-    parse_node_config_list,
-    parse_resource_filter,
-)
+from polyreme.compat.deepspeed.launcher.resources import encode_world_info as encode_world_info
+from polyreme.compat.deepspeed.launcher.resources import fetch_hostfile, get_accelerator, logger
+from polyreme.launch import hostfile
+from polyreme.launch.hostfile import Active, Pool, ResourceError, is_this_machine
 
-__all__ = [
-    "DLTS_HOSTFILE",
-    "PDSH_MAX_FAN_OUT",
-    "TORCH_DISTRIBUTED_DEFAULT_PORT",
-    "encode_world_info",
-    "main",
-    "parse_args",
-    "parse_node_config",
-    "parse_node_config_list",
-    "parse_resource_filter",
-    "subprocess",
-]
-
-DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILE
-LAUNCHER_CLASSES: dict[str, type[MultiNodeRunner]] = {
-    PDSH_LAUNCHER: PDSHRunner,
-    OPENMPI_LAUNCHER: OpenMPIRunner,
-    MPICH_LAUNCHER: MPICHRunner,
-    IMPI_LAUNCHER: IMPIRunner,
-    MVAPICH_LAUNCHER: MVAPICHRunner,
-    SLURM_LAUNCHER: SlurmRunner,
-}
-_parse_hostfile = parse_hostfile
+# names that scripts import from here
+DLTS_HOSTFILE, PDSH_MAX_FAN_OUT = constants.DLTS_HOSTFILE, constants.PDSH_MAX_FAN_OUT
+TORCH_DISTRIBUTED_DEFAULT_PORT = constants.TORCH_DISTRIBUTED_DEFAULT_PORT
+DEEPSPEED_ENVIRONMENT_NAME = constants.ENVIRONMENT_FILE
+parse_resource_filter = hostfile.parse_resource_filter
+parse_inclusion_exclusion = hostfile.parse_inclusion_exclusion
+parse_node_config, parse_node_config_list = hostfile.parse_node_config, hostfile.parse_node_config_list
+apply_num_nodes_and_gpus, _parse_hostfile = hostfile.apply_num_nodes_and_gpus, hostfile.parse_hostfile
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -128,7 +79,7 @@ def _resources(options: argparse.Namespace, pool: Pool | None) -> Active:
 
 
 def _take_visible_devices(options: argparse.Namespace) -> None:
-    """Have CUDA_VISIBLE_DEVICES=0,2 mean --include localhost:0,2, unless other options say which slots; with
+    """Take CUDA_VISIBLE_DEVICES=0,2 as --include localhost:0,2, unless other options say which slots; with
     names of devices in it, slots count those."""
     name = next(iter(get_accelerator().visible_devices_envs()), None)
     visible = os.environ.get(name, "") if name else ""
@@ -148,12 +99,12 @@ def _refuse(options: argparse.Namespace, active: Active) -> None:
             f"--autotuning {options.autotuning}: there is no autotuner that runs trainings; "
             "compare runs with other values of zero_optimization.stage and train_micro_batch_size_per_gpu"
         )
-    launcher = LAUNCHER_CLASSES.get(options.launcher.lower())
-    if launcher is None:
+    if options.launcher.lower() not in constants.LAUNCHERS:
         raise ResourceError(
-            f"--launcher {options.launcher} is not known; there are {', '.join(LAUNCHER_CLASSES)}"
+            f"--launcher {options.launcher} is not known; there are {', '.join(constants.LAUNCHERS)}"
         )
-    launcher.validate_active_resources(active)
+    if options.launcher.lower() == constants.SLURM_LAUNCHER:
+        elsewhere.refuse_for_srun(active)
     if not active:
         raise ResourceError("--exclude leaves no slot; name fewer")
     if options.no_ssh and not 0 <= options.node_rank < len(active):

@@ -1,1 +1,5 @@
-"""DeepSpeed's mixture of experts: names that scripts import."""
+"""The package `deepspeed.moe`: names around mixtures of experts that scripts import."""
+
+from polyreme.compat.deepspeed.lazy import lazily
+
+__getattr__ = lazily(__name__)

@@ -1,10 +1,7 @@
-"""What scripts import of DeepSpeed's pipelines."""
+"""Names of DeepSpeed's pipelines that scripts import."""
 
-from polyreme.compat.deepspeed.refusal import absent
+from polyreme.compat.deepspeed.lazy import lazily
 from polyreme.compat.deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 
-DualPipeVModule = absent(
-    "deepspeed.pipe.DualPipeVModule", "no schedule has two stages in a V on each rank", "use PipelineModule"
-)
-
-__all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+__getattr__ = lazily(__name__)

@@ -1,4 +1,4 @@
-"""DeepSpeed's `runtime` package: names over Polyreme's own."""
+"""The package `deepspeed.runtime`, whose names are Polyreme's own underneath."""
 
 from polyreme.compat.deepspeed.lazy import lazily
 

@@ -1,36 +1,38 @@
-"""Sections of a DeepSpeed config as objects, and readers of single keys."""
+"""The base class of a DeepSpeed config section as an object, classes made of the table of keys, and functions
+that read single keys."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
 
+from polyreme.compat.deepspeed.config_keys import KEYS, Key
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError
 from polyreme.compat.deepspeed.utils.logging import logger
+from polyreme.config.loading import distinct
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A section: its fields are its keys, and others are an error of pydantic's.
+    """A config section, whose keys are its fields. pydantic raises its ValidationError for a key that it has
+    not.
 
-    A field whose `json_schema_extra` has "deprecated" is an old name: with "new_param" its value, through
-    "new_param_fn", goes to the field of that name, unless "set_new_param" is false."""
+    A field whose `json_schema_extra` has "deprecated" is an old name. Its value, through "new_param_fn", is
+    that of the field "new_param", unless there is none or "set_new_param" is false."""
 
+    # scripts derive classes from this one, with fields of any type and of names that pydantic keeps to itself
     model_config = ConfigDict(
-        validate_default=True,
-        validate_assignment=True,
-        use_enum_values=True,
-        populate_by_name=True,
-        extra="forbid",
-        arbitrary_types_allowed=True,
-        protected_namespaces=(),
+        arbitrary_types_allowed=True, protected_namespaces=(), extra="forbid"
+    ) | ConfigDict(
+        populate_by_name=True, use_enum_values=True, validate_assignment=True, validate_default=True
     )
 
     def __init__(self, strict: bool = False, **given: Any) -> None:
-        """`strict`: "auto" is a value, and not the default's name."""
-        super().__init__(**{key: v for key, v in given.items() if strict or not _is_auto(v)})
+        """Make the section of the keys that are given. strict: keep "auto" as a value; else such a key has
+        its default."""
+        auto = [key for key, value in given.items() if isinstance(value, str) and value == "auto"]
+        super().__init__(**{key: value for key, value in given.items() if strict or key not in auto})
         for name, info in type(self).model_fields.items():
             extra = info.json_schema_extra
             if name in self.model_fields_set and isinstance(extra, dict) and extra.get("deprecated"):
@@ -52,45 +54,47 @@ class DeepSpeedConfigModel(BaseModel):
         setattr(owner, name, value)
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
+_TYPES: dict[str, Any] = {
+    "bool": bool, "integer": int, "positive integer": Annotated[int, Field(gt=0)],
+    "count": Annotated[int, Field(ge=0)], "number": Annotated[float, Field(allow_inf_nan=False)],
+    "number >= 0": Annotated[float, Field(ge=0, allow_inf_nan=False)],
+    "fraction": Annotated[float, Field(ge=0, le=1)], "text": str, "list": list[Any], "table": dict[str, Any],
+}  # fmt: skip
+"""The type for each kind of value that the table of keys has."""
 
 
-class pp_int(int):
-    """An integer that is shown with commas, or as `custom_print_str`."""
+def section(name: str, path: str, **others: tuple[Any, Any]) -> Any:
+    """Return a class for the config section at `path`, with a field for each of its keys in the table, and
+    for each of `others` (type and default). A field has the name of DeepSpeed's attribute, which is the
+    second one of a key that has several."""
+    fields: dict[str, Any] = {}
+    for key in KEYS.values():
+        above, _, own = key.path.rpartition(".")
+        if above == path and key.takes != "anything":
+            names = AliasChoices(own, *key.aka)
+            fields[key.aka[0] if key.aka else own] = (
+                _type(key), Field(key.default, validation_alias=names)
+            )  # fmt: skip
+    return create_model(name, __base__=DeepSpeedConfigModel, **{**fields, **others})
 
-    custom_print_str: str | None
 
-    def __new__(cls, val: float, custom_print_str: str | None = None) -> pp_int:
-        made = super().__new__(cls, val)
-        made.custom_print_str = custom_print_str
-        return made
-
-    def __repr__(self) -> str:
-        return self.custom_print_str or f"{int(self):,}"
+def _type(key: Key) -> Any:
+    kind: Any = _TYPES[key.takes] if isinstance(key.takes, str) else Literal[key.takes]
+    return kind | None if key.default is None else kind
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """The value of a key, or the default."""
+    """Return the value of a key, or the default if it is left out."""
     return param_dict.get(param_name, param_default_value)
 
 
 get_list_param = get_dict_param = get_scalar_param
 
 
-def get_config_default(config: type[BaseModel], field_name: str) -> Any:
-    """The default of a field of a section. Raises OrderError where it has none."""
-    field = config.model_fields.get(field_name)
-    if field is None or field.is_required():
-        raise OrderError(f"{config.__name__} has no default of {field_name}: name a field that has one")
-    return field.get_default(call_default_factory=True)
-
-
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs as a dictionary, for `json.load(object_pairs_hook=...)`. Raises ArgumentError for a key that
-    comes twice."""
-    pairs = list(ordered_pairs)
-    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-    if twice:
-        raise ArgumentError(f"Duplicate keys in DeepSpeed config: {twice}: remove all but one of each")
-    return dict(pairs)
+    """Return the pairs as a dictionary, for `json.load(object_pairs_hook=...)`. Raises ArgumentError for a
+    key that comes twice."""
+    try:
+        return distinct(list(ordered_pairs))
+    except ValueError as error:
+        raise ArgumentError(f"the config has a key more than once ({error}): remove all but one") from None

@@ -1,133 +1,64 @@
-"""Keys of a config, and what they are by default, by DeepSpeed's names."""
+"""DeepSpeed's constants for the keys of a config and their defaults: FP16_LOSS_SCALE is "loss_scale", and
+FP16_LOSS_SCALE_DEFAULT is 0. They are made of the table of keys; those that no key gives are listed here."""
 
-ROUTE_TRAIN = "train"
-ROUTE_EVAL = "eval"
-ROUTE_PREDICT = "predict"
-ROUTE_ENCODE = "encode"
-TRAIN_BATCH_SIZE = "train_batch_size"
-TRAIN_BATCH_SIZE_DEFAULT = None
-OPTIMIZER = "optimizer"
-OPTIMIZER_TYPE_DEFAULT = None
-OPTIMIZER_PARAMS = "params"
-TYPE = "type"
-LEGACY_FUSION = "legacy_fusion"
-LEGACY_FUSION_DEFAULT = False
-SCHEDULER = "scheduler"
-SCHEDULER_TYPE_DEFAULT = None
-SCHEDULER_PARAMS = "params"
-MAX_GRAD_NORM = "max_grad_norm"
-ZERO_ALLOW_UNTESTED_OPTIMIZER = "zero_allow_untested_optimizer"
-ZERO_ALLOW_UNTESTED_OPTIMIZER_DEFAULT = False
-ZERO_FORCE_DS_CPU_OPTIMIZER = "zero_force_ds_cpu_optimizer"
-ZERO_FORCE_DS_CPU_OPTIMIZER_DEFAULT = True
-STEPS_PER_PRINT = "steps_per_print"
-STEPS_PER_PRINT_DEFAULT = None
-TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_micro_batch_size_per_gpu"
-TRAIN_MICRO_BATCH_SIZE_PER_GPU_DEFAULT = None
-GRADIENT_ACCUMULATION_STEPS = "gradient_accumulation_steps"
-GRADIENT_ACCUMULATION_STEPS_DEFAULT = None
-MANAGED_GRADIENT_ACCUMULATION = "managed_gradient_accumulation"
-MANAGED_GRADIENT_ACCUMULATION_DEFAULT = True
-BFLOAT16 = "bf16"
-BFLOAT16_OLD = "bfloat16"
-BFLOAT16_ENABLED = "enabled"
-BFLOAT16_ENABLED_DEFAULT = False
-CHECK_OVERFLOW = "check_overflow"
-BFLOAT16_CHECK_OVERFLOW_DEFAULT = False
-BFLOAT16_IMMEDIATE_GRAD_UPDATE = "immediate_grad_update"
-BFLOAT16_IMMEDIATE_GRAD_UPDATE_DEFAULT = True
-BFLOAT16_MASTER_WEIGHTS_AND_GRADS = "bf16_master_weights_and_grads"
-BFLOAT16_MASTER_WEIGHTS_AND_GRADS_DEFAULT = False
-BFLOAT16_OPTIMIZER_STATES = "bf16_optimizer_states"
-BFLOAT16_OPTIMIZER_STATES_DEFAULT = False
-DDP_BFLOAT16 = "ddp_bf16"
-FP16 = "fp16"
-FP16_ENABLED = "enabled"
-FP16_ENABLED_DEFAULT = False
-FP16_LOSS_SCALE = "loss_scale"
-FP16_LOSS_SCALE_DEFAULT = 0
-FP16_AUTO_CAST = "auto_cast"
-FP16_AUTO_CAST_DEFAULT = False
-FP16_INITIAL_SCALE_POWER = "initial_scale_power"
-FP16_INITIAL_SCALE_POWER_DEFAULT = 16
-FP16_LOSS_SCALE_WINDOW = "loss_scale_window"
-FP16_LOSS_SCALE_WINDOW_DEFAULT = 1000
-FP16_HYSTERESIS = "hysteresis"
-FP16_HYSTERESIS_DEFAULT = 2
-FP16_CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
-FP16_CONSECUTIVE_HYSTERESIS_DEFAULT = False
-FP16_MIN_LOSS_SCALE = "min_loss_scale"
-FP16_MIN_LOSS_SCALE_DEFAULT = 1
-FP16_MASTER_WEIGHTS_AND_GRADS = "fp16_master_weights_and_grads"
-FP16_MASTER_WEIGHTS_AND_GRADS_DEFAULT = False
-TORCH_AUTOCAST = "torch_autocast"
-TORCH_AUTOCAST_ENABLED = "enabled"
-TORCH_AUTOCAST_ENABLED_DEFAULT = False
-TORCH_AUTOCAST_DTYPE = "dtype"
-TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES = "lower_precision_safe_modules"
-GRADIENT_CLIPPING = "gradient_clipping"
-GRADIENT_CLIPPING_DEFAULT = 1.0
-COMMUNICATION_DATA_TYPE = "communication_data_type"
-COMMUNICATION_DATA_TYPE_DEFAULT = None
-SEQ_PARALLEL_COMMUNICATION_DATA_TYPE = "seq_parallel_communication_data_type"
-SEQ_PARALLEL_COMMUNICATION_DATA_TYPE_DEFAULT = "fp32"
-PRESCALE_GRADIENTS = "prescale_gradients"
-PRESCALE_GRADIENTS_DEFAULT = False
-GRADIENT_PREDIVIDE_FACTOR = "gradient_predivide_factor"
-GRADIENT_PREDIVIDE_FACTOR_DEFAULT = 1.0
-GRADIENT_ALLREDUCE_OP = "gradient_allreduce_op"
-GRADIENT_ALLREDUCE_OP_MEAN = "mean"
-GRADIENT_ALLREDUCE_OP_SUM = "sum"
-GRADIENT_ALLREDUCE_OP_DEFAULT = "mean"
-GRADIENT_ALLREDUCE_OP_SUPPORTED = ("mean", "sum")
-DISABLE_ALLGATHER = "disable_allgather"
-DISABLE_ALLGATHER_DEFAULT = False
-DUMP_STATE = "dump_state"
-DUMP_STATE_DEFAULT = False
-DISABLE_PYTHON_GC = "disable_python_gc"
-DISABLE_PYTHON_GC_DEFAULT = False
-VOCABULARY_SIZE = "vocabulary_size"
-VOCABULARY_SIZE_DEFAULT = None
-WALL_CLOCK_BREAKDOWN = "wall_clock_breakdown"
-WALL_CLOCK_BREAKDOWN_DEFAULT = False
-MEMORY_BREAKDOWN = "memory_breakdown"
-MEMORY_BREAKDOWN_DEFAULT = False
-CHECKPOINT = "checkpoint"
-CHECKPOINT_TAG_VALIDATION = "tag_validation"
-LOAD_UNIVERSAL_CHECKPOINT = "load_universal"
-LOAD_UNIVERSAL_CHECKPOINT_DEFAULT = False
-USE_NODE_LOCAL_STORAGE_CHECKPOINT = "use_node_local_storage"
-USE_NODE_LOCAL_STORAGE_CHECKPOINT_DEFAULT = False
-CHECKPOINT_PARALLEL_WRITE = "parallel_write"
-CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE = "pipeline_stage"
-CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE_DEFAULT = False
-DATA_TYPES = "data_types"
-GRAD_ACCUM_DTYPE = "grad_accum_dtype"
-GRAD_ACCUM_DTYPE_DEFAULT = None
-PARAM_DTYPE = "param_dtype"
-PARAM_DTYPE_DEFAULT = None
-BUFFER_DTYPE = "buffer_dtype"
-BUFFER_DTYPE_DEFAULT = None
-KEEP_IN_FP32_MODULES = "keep_in_fp32_modules"
-KEEP_IN_FP32_MODULES_DEFAULT = "auto"
-DATALOADER_DROP_LAST = "dataloader_drop_last"
-DATALOADER_DROP_LAST_DEFAULT = False
-PIPE_REPLICATED = "ds_pipe_replicated"
-DATA_PARALLEL_GROUP = "data_parallel_group"
-GLOBAL_RANK = "global_rank"
-USE_DATA_BEFORE_EXPERT_PARALLEL = "use_data_before_expert_parallelism"
-USE_DATA_BEFORE_EXPERT_PARALLEL_DEFAULT = False
-LOG_LEVEL = "log_level"
-LOG_LEVEL_DEFAULT = None
+from typing import TYPE_CHECKING, Any
+
+from polyreme.compat.deepspeed.config_keys import KEYS
+
+_PREFIXES = {
+    "": "", "bf16": "BFLOAT16_", "fp16": "FP16_", "torch_autocast": "TORCH_AUTOCAST_", "data_types": ""
+}  # fmt: skip
+"""The beginning of the constants' names, by the section of their keys."""
+_MODES = ("WARN", "IGNORE", "FAIL")
 
 
 class ValidationMode:
-    """What happens where ranks name a checkpoint differently."""
+    """The values of checkpoint.tag_validation: what is done if ranks save under different tags."""
 
-    WARN = "WARN"
-    IGNORE = "IGNORE"
-    FAIL = "FAIL"
+    WARN, IGNORE, FAIL = _MODES
 
 
-CHECKPOINT_TAG_VALIDATION_DEFAULT = ValidationMode.WARN
-CHECKPOINT_TAG_VALIDATION_MODES = [ValidationMode.WARN, ValidationMode.IGNORE, ValidationMode.FAIL]
+for _path, _key in KEYS.items():
+    _section, _, _name = _path.rpartition(".")
+    if _section in _PREFIXES and _name.isidentifier():
+        _constant = _PREFIXES[_section] + _name.upper()
+        globals().update({_constant: _name, f"{_constant}_DEFAULT": _key.default})
+
+globals().update(
+    **{f"ROUTE_{each.upper()}": each for each in ("train", "eval", "predict", "encode")},
+    **{each.upper(): each for each in ("optimizer", "scheduler", "type", "fp16", "torch_autocast",
+                                       "data_types", "checkpoint", "data_parallel_group", "global_rank",
+                                       "max_grad_norm", "check_overflow", "legacy_fusion")},
+    **dict.fromkeys(("OPTIMIZER_TYPE_DEFAULT", "SCHEDULER_TYPE_DEFAULT")),
+    **dict.fromkeys(("OPTIMIZER_PARAMS", "SCHEDULER_PARAMS"), "params"),
+    **dict.fromkeys(("LEGACY_FUSION_DEFAULT", "BFLOAT16_CHECK_OVERFLOW_DEFAULT",
+                     "BFLOAT16_MASTER_WEIGHTS_AND_GRADS_DEFAULT", "BFLOAT16_OPTIMIZER_STATES_DEFAULT",
+                     "FP16_MASTER_WEIGHTS_AND_GRADS_DEFAULT", "PRESCALE_GRADIENTS_DEFAULT",
+                     "LOAD_UNIVERSAL_CHECKPOINT_DEFAULT", "USE_NODE_LOCAL_STORAGE_CHECKPOINT_DEFAULT",
+                     "CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE_DEFAULT",
+                     "USE_DATA_BEFORE_EXPERT_PARALLEL_DEFAULT"), False),
+    BFLOAT16="bf16",
+    BFLOAT16_OLD="bfloat16",
+    DDP_BFLOAT16="ddp_bf16",
+    BFLOAT16_IMMEDIATE_GRAD_UPDATE_DEFAULT=True,
+    BFLOAT16_MASTER_WEIGHTS_AND_GRADS="bf16_master_weights_and_grads",
+    BFLOAT16_OPTIMIZER_STATES="bf16_optimizer_states",
+    FP16_MASTER_WEIGHTS_AND_GRADS="fp16_master_weights_and_grads",
+    GRADIENT_PREDIVIDE_FACTOR_DEFAULT=1.0,
+    GRADIENT_ALLREDUCE_OP_MEAN="mean",
+    GRADIENT_ALLREDUCE_OP_SUM="sum",
+    GRADIENT_ALLREDUCE_OP_SUPPORTED=("mean", "sum"),
+    CHECKPOINT_TAG_VALIDATION="tag_validation",
+    CHECKPOINT_TAG_VALIDATION_DEFAULT=ValidationMode.WARN,
+    CHECKPOINT_TAG_VALIDATION_MODES=[*_MODES],
+    LOAD_UNIVERSAL_CHECKPOINT="load_universal",
+    USE_NODE_LOCAL_STORAGE_CHECKPOINT="use_node_local_storage",
+    CHECKPOINT_PARALLEL_WRITE="parallel_write",
+    CHECKPOINT_PARALLEL_WRITE_PIPELINE_STAGE="pipeline_stage",
+    PIPE_REPLICATED="ds_pipe_replicated",
+    USE_DATA_BEFORE_EXPERT_PARALLEL="use_data_before_expert_parallelism",
+)  # fmt: skip
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -1,5 +1,5 @@
-"""What the engine's getters of the config (`engine.zero_reduce_bucket_size()`) return, and what else scripts
-ask an engine for."""
+"""The methods of DeepSpeed's engine that return a value of its config, such as
+`engine.zero_reduce_bucket_size()`, and further attributes that scripts read of an engine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PREFIXES = {
 
 
 def _offload(name: str) -> Callable[[Translation], Any]:
-    """The section of what is off the device; None where it is not."""
+    """Return a getter of the config section offload_`name`; of None if that puts nothing off the device."""
     section = f"zero_optimization.offload_{name}"
 
     def get(given: Translation) -> Any:
@@ -93,59 +93,89 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
 }
 
 
-def _reduced(bucket_size: int = 0) -> None:
-    """Do nothing: `backward` and `step` sum the gradients over the ranks."""
+def _done(*_: Any, **__: Any) -> None:
+    """Do nothing: `backward` and `step` sum gradients over the ranks, and keep nothing gathered."""
+
+
+def _momentum(group: Mapping[str, Any]) -> Any:
+    """Return the betas of an optimizer's group, or its momentum; 0 if it has neither."""
+    return group.get("betas", group.get("momentum", 0.0))
 
 
 def _states_file(folder: str, tag: Any, expp_rank: int) -> str:
-    """Where DeepSpeed keeps optimizer states of experts; nothing is written there."""
+    """Return the path at which DeepSpeed keeps the optimizer states of experts. Polyreme writes nothing
+    there."""
     return str(Path(folder) / str(tag) / f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
 
 def _config(engine: Any) -> Any:
-    """The engine's config as an object."""
+    """Return the engine's config as an object of DeepSpeed's class."""
     from polyreme.compat.deepspeed.runtime.config import DeepSpeedConfig  # which imports this module
 
     return DeepSpeedConfig(engine.config, engine.mpu)
 
 
 def _data_types(engine: Any) -> tuple[torch.dtype, torch.dtype]:
-    """In what the model computes, and in what its gradients are added up."""
+    """Return the dtype that the model computes in, and the one that its gradients are added up in."""
     precision = engine.polyreme.config.precision
     return DTYPES[precision.compute], DTYPES[precision.reduce]
 
 
 def _communicated(engine: Any) -> torch.dtype:
-    """What the config says that gradients travel in; else in what the model computes."""
+    """Return the config's communication_data_type; without one, the dtype that the model computes in."""
     return DTYPES[
         engine.translation.values["communication_data_type"] or engine.polyreme.config.precision.compute
     ]
 
 
 FACTS: Mapping[str, Callable[[Any], Any]] = {
+    # attributes
     "_config": _config,
+    **dict.fromkeys(("config", "config_dict"), lambda engine: engine.translation.source),  # as it was given
+    "device": lambda engine: engine.polyreme.mesh.device,
+    "world_size": lambda engine: engine.polyreme.mesh.world_size,
+    "dp_world_size": lambda engine: engine.polyreme.mesh.dp.size,
+    "seq_dp_world_size": lambda engine: engine.polyreme.mesh.dp.size,
+    "mp_world_size": lambda engine: engine.polyreme.mesh.tp.size,
+    "global_rank": lambda engine: engine.polyreme.mesh.rank,
+    "local_rank": lambda engine: comm.get_local_rank(),
+    "sequence_parallel_size": lambda engine: 1,
+    "has_moe_layers": lambda engine: False,
+    "enable_backward_allreduce": lambda engine: True,
+    "is_compiled": lambda engine: engine._compiled,
+    "monitor": lambda engine: engine.telemetry.monitor,
+    "timers": lambda engine: engine.telemetry.timers,
+    "flops_profiler": lambda engine: engine.telemetry.profiler,
+    "communication_data_type": _communicated,
+    # methods
     "_change_recovery_script_permissions": lambda engine: make_executable,
     "_get_optimizer_ckpt_name": lambda engine: _states_file,
-    "local_rank": lambda engine: comm.get_local_rank(),
     "get_data_types": lambda engine: lambda: _data_types(engine),
-    "communication_data_type": _communicated,
-    "has_moe_layers": lambda engine: False,
-    "sequence_parallel_size": lambda engine: 1,
-    "seq_dp_world_size": lambda engine: engine.dp_world_size,
-    "enable_backward_allreduce": lambda engine: True,
-    "allreduce_gradients": lambda engine: _reduced,
+    "get_sequence_parallel_group": lambda engine: lambda: None,
+    "allreduce_gradients": lambda engine: _done,
+    "empty_partition_cache": lambda engine: _done,
     "offload_states": lambda engine: partial(offload_states.offload, engine),
     "reload_states": lambda engine: partial(offload_states.reload, engine),
-}
-"""Attributes of an engine that its config does not decide."""
+    "get_batch_info": lambda engine: lambda: (
+        engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps()
+    ),
+    # False within a window, too
+    "was_step_applied": lambda engine: lambda: engine._applied,
+    # of the last step's gradients before clipping; None before the first step
+    "get_global_grad_norm": lambda engine: lambda: None if engine.last is None else engine.last.grad_norm,
+    "get_mom": lambda engine: lambda: [_momentum(group) for group in engine._groups()],
+    "get_type": lambda engine: lambda: [group.get("type") for group in engine._groups()],
+}  # fmt: skip
+"""Attributes and methods of an engine that are not keys of its config, each as a function of the engine."""
 
 AXES = {"data": "dp", "tensor": "tp", "model": "tp", "pipeline": "pp", "sequence": "cp"}
 """The axes of our mesh by the names that DeepSpeed's engine has for their ranks and sizes."""
 
 
 def place(engine: Any, name: str) -> Callable[[], int] | None:
-    """The getter of this rank's place on an axis (`get_data_parallel_rank`), or of the axis' size
-    (`..._world_size`); None where `name` is no such one."""
+    """Return the engine's method `name` if it is one for this rank's place on an axis of the mesh, such as
+    get_data_parallel_rank, or for the size of an axis, such as get_data_parallel_world_size; else None."""
     kind, _, what = name.removeprefix("get_").partition("_parallel_")
     if not name.startswith("get_") or kind not in AXES or what not in ("rank", "world_size"):
         return None
@@ -154,7 +184,7 @@ def place(engine: Any, name: str) -> Callable[[], int] | None:
 
 
 def getter(given: Translation, name: str) -> Callable[[], Any] | None:
-    """The getter `name` of the config; None where there is no such one."""
+    """Return the method `name` of an engine if it is one that returns a value of the config; else None."""
     if name in COMPUTED:
         return lambda: COMPUTED[name](given)
     paths = [ALIASES.get(name, ""), name]

@@ -1,258 +1,116 @@
-"""DeepSpeed's five learning-rate schedules by their names, with their command-line arguments.
+"""DeepSpeed's five learning-rate schedules by their names.
 
 Invariant: the rate of a group at an iteration is a function of the constructor's arguments and of
 `last_batch_iteration` alone, bit for bit that of DeepSpeed 0.19.8; so a schedule's state is that number."""
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from polyreme.compat.deepspeed.lazy import lazily
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError
 from polyreme.compat.deepspeed.utils.logging import logger
 from polyreme.errors import PolyremeError
 
-LR_SCHEDULE = "lr_schedule"
-LR_RANGE_TEST = "LRRangeTest"
-ONE_CYCLE = "OneCycle"
-WARMUP_LR = "WarmupLR"
-WARMUP_DECAY_LR = "WarmupDecayLR"
-WARMUP_COSINE_LR = "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+Rates = float | Sequence[float]
+"""One of each group, or one for all."""
 
-LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
-LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
-LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
-LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
-
-EDGE_VALUE = "edge_value"
-MID_VALUE = "mid_value"
-
-CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
-CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
-CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
-CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
-DECAY_STEP_SIZE = "decay_step_size"
-CYCLE_MIN_LR = "cycle_min_lr"
-CYCLE_MAX_LR = "cycle_max_lr"
-DECAY_LR_RATE = "decay_lr_rate"
-CYCLE_MOMENTUM = "cycle_momentum"
-CYCLE_MIN_MOM = "cycle_min_mom"
-CYCLE_MAX_MOM = "cycle_max_mom"
-DECAY_MOM_RATE = "decay_mom_rate"
-
-WARMUP_MIN_LR = "warmup_min_lr"
-WARMUP_MAX_LR = "warmup_max_lr"
-WARMUP_NUM_STEPS = "warmup_num_steps"
-WARMUP_TYPE = "warmup_type"
-WARMUP_LOG_RATE = "log"
-WARMUP_LINEAR_RATE = "linear"
-WARMUP_MIN_RATIO = "warmup_min_ratio"
-COS_MIN_RATIO = "cos_min_ratio"
-TOTAL_NUM_STEPS = "total_num_steps"
-
-_SWITCH = None
-_ARGUMENTS: tuple[tuple[str, type | None, Any, str], ...] = (
-    (LR_SCHEDULE, str, None, f"one of {', '.join(VALID_LR_SCHEDULES)}"),
-    (LR_RANGE_TEST_MIN_LR, float, 0.001, "rate at which the range test begins"),
-    (LR_RANGE_TEST_STEP_RATE, float, 1.0, "part of the first rate that each interval adds"),
-    (LR_RANGE_TEST_STEP_SIZE, int, 1000, "steps of an interval of the range test"),
-    (LR_RANGE_TEST_STAIRCASE, _SWITCH, False, "raise the rate once an interval, not at every step"),
-    (CYCLE_FIRST_STEP_SIZE, int, 1000, "steps of the rising half of the cycle"),
-    (CYCLE_FIRST_STAIR_COUNT, int, None, "stairs of the rising half"),
-    (CYCLE_SECOND_STEP_SIZE, int, None, "steps of the falling half"),
-    (CYCLE_SECOND_STAIR_COUNT, int, None, "stairs of the falling half"),
-    (DECAY_STEP_SIZE, int, 1000, "steps of an interval of the decay after the cycle"),
-    (CYCLE_MIN_LR, float, 0.01, "lowest rate of the cycle"),
-    (CYCLE_MAX_LR, float, 0.1, "highest rate of the cycle"),
-    (DECAY_LR_RATE, float, 0.0, "decay of the rate after the cycle"),
-    (CYCLE_MOMENTUM, _SWITCH, False, "let momentum run against the rate"),
-    (CYCLE_MIN_MOM, float, 0.8, "lowest momentum of the cycle"),
-    (CYCLE_MAX_MOM, float, 0.9, "highest momentum of the cycle"),
-    (DECAY_MOM_RATE, float, 0.0, "decay of momentum after the cycle"),
-    (WARMUP_MIN_LR, float, 0, "rate at which the warmup begins"),
-    (WARMUP_MAX_LR, float, 0.001, "rate at which the warmup ends"),
-    (WARMUP_NUM_STEPS, int, 1000, "steps of the warmup"),
-    (WARMUP_TYPE, str, WARMUP_LOG_RATE, f"{WARMUP_LOG_RATE} or {WARMUP_LINEAR_RATE}"),
-    (WARMUP_MIN_RATIO, float, 0.01, "share of each group's rate at which a cosine's warmup begins"),
-    (COS_MIN_RATIO, float, 0.01, "share of each group's rate at which the cosine ends"),
-)
-"""Name, type (None: a switch), default and help of each command-line argument."""
-
-_RANGE_TEST = (
-    LR_RANGE_TEST_MIN_LR,
-    LR_RANGE_TEST_STEP_RATE,
-    LR_RANGE_TEST_STEP_SIZE,
-    LR_RANGE_TEST_STAIRCASE,
-)
-_CYCLE = (
-    CYCLE_FIRST_STEP_SIZE,
-    CYCLE_FIRST_STAIR_COUNT,
-    CYCLE_SECOND_STEP_SIZE,
-    CYCLE_SECOND_STAIR_COUNT,
-    DECAY_STEP_SIZE,
-    CYCLE_MIN_LR,
-    CYCLE_MAX_LR,
-    DECAY_LR_RATE,
-    CYCLE_MOMENTUM,
-    CYCLE_MIN_MOM,
-    CYCLE_MAX_MOM,
-    DECAY_MOM_RATE,
-)
-_WARMUP = (WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS, WARMUP_TYPE)
-_COSINE = (WARMUP_NUM_STEPS, WARMUP_TYPE, WARMUP_MIN_RATIO, COS_MIN_RATIO)
-
-Params = MutableMapping[str, Any]
-Answer = tuple[Any, str | None]
-"""A value and why there is none."""
-
-
-def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """`parser` with an argument for each option of the schedules."""
-    group = parser.add_argument_group("Convergence Tuning", "the learning-rate schedule")
-    for name, kind, default, text in _ARGUMENTS:
-        if kind is _SWITCH:
-            group.add_argument(f"--{name}", action="store_true", default=default, help=text)
-        else:
-            group.add_argument(f"--{name}", type=kind, default=default, help=text)
-    return parser
-
-
-def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The schedules' arguments of this process's command line, and those that are not theirs."""
-    return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
-
-
-def _override(args: Any, params: Params, names: Sequence[str]) -> None:
-    """Write into `params` what `args` has of `names`."""
-    params.update({name: value for name in names if (value := getattr(args, name, None)) is not None})
-
-
-def override_lr_range_test_params(args: Any, params: Params) -> None:
-    """Write a range test's arguments of the command line into `params`."""
-    _override(args, params, _RANGE_TEST)
-
-
-def override_1cycle_params(args: Any, params: Params) -> None:
-    """Write a cycle's arguments of the command line into `params`."""
-    _override(args, params, _CYCLE)
-
-
-def override_warmupLR_params(args: Any, params: Params) -> None:
-    """Write a warmup's arguments of the command line into `params`."""
-    _override(args, params, _WARMUP)
-
-
-def override_warmupCosineLR_params(args: Any, params: Params) -> None:
-    """Write a cosine's arguments of the command line into `params`; it takes ratios, and no rates."""
-    _override(args, params, _COSINE)
-
-
-def override_params(args: Any, params: Params) -> None:
-    """Write all arguments of the command line into `params`."""
-    _override(args, params, (*_RANGE_TEST, *_CYCLE, *_WARMUP, *_COSINE))
-
-
-def get_config_from_args(args: Any) -> Answer:
-    """The `scheduler` section that the command line describes, or None and why there is none."""
-    name = getattr(args, LR_SCHEDULE, None)
-    if name is None:
-        return None, f"--{LR_SCHEDULE} not specified on command line"
-    if name not in VALID_LR_SCHEDULES:
-        return None, f"{name} is not supported LR schedule"
-    names = {LR_RANGE_TEST: _RANGE_TEST, ONE_CYCLE: _CYCLE, WARMUP_COSINE_LR: _COSINE}.get(name, _WARMUP)
-    params: dict[str, Any] = {}
-    _override(args, params, names)
-    return {"type": name, "params": params}, None
-
-
-def get_lr_from_config(config: Mapping[str, Any]) -> Answer:
-    """The highest rate of a `scheduler` section, or None and why it has none."""
-    for key in ("type", "params"):
-        if key not in config:
-            return None, f"LR schedule {key} not defined in config"
-    name, params = config["type"], config["params"]
-    if name not in VALID_LR_SCHEDULES:
-        return None, f"{name} is not a valid LR schedule"
-    if name == WARMUP_COSINE_LR:
-        return None, f"{name} takes shares of the optimizer's own rates: its params name none"
-    return params[{LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(name, WARMUP_MAX_LR)], ""
+__getattr__ = lazily(__name__)
 
 
 def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> list[Any]:
-    """The groups' rates, each set to that of `lrs`; a rate that is a tensor is written into."""
+    """Set the groups' rates to those of `lrs`, and return them; a rate that is a tensor is written into, as a
+    compiled optimizer reads it there."""
     for group, lr in zip(param_groups, lrs, strict=False):
-        if torch.is_tensor(group["lr"]):
-            group["lr"].fill_(lr.squeeze() if torch.is_tensor(lr) else lr)
-        else:
-            group["lr"] = lr
+        old = group["lr"]
+        group["lr"] = old.copy_(torch.as_tensor(lr).view_as(old)) if torch.is_tensor(old) else lr
     return [group["lr"] for group in param_groups]
 
 
 class NoOptimizerError(PolyremeError, TypeError):
-    """What a schedule is to steer is no optimizer."""
+    """An object to steer that is no optimizer."""
 
 
 def get_torch_optimizer(optimizer: Any) -> Any:
-    """The optimizer that `optimizer` is or wraps: what has the groups to steer. Raises NoOptimizerError."""
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if isinstance(wrapped := getattr(optimizer, "optimizer", None), Optimizer):
-        return wrapped
+    """Return the optimizer that `optimizer` is or wraps: what has the groups to steer. Raises
+    NoOptimizerError."""
+    for each in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(each, Optimizer):
+            return each
     if hasattr(optimizer, "param_groups"):
         return optimizer
     raise NoOptimizerError(
-        f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer, wraps none and has no "
+        f"a schedule of a {type(optimizer).__name__}, which is no torch optimizer, wraps none and has no "
         "param_groups: pass the optimizer whose rate is to change"
     )
 
 
-def _each(optimizer: Any, value: Any, name: str) -> list[Any]:
-    """`value` for each group of the optimizer. Raises ArgumentError for a list of another length."""
-    groups = len(optimizer.param_groups)
-    if not isinstance(value, list | tuple):
-        return [value] * groups
-    if len(value) != groups:
-        raise ArgumentError(
-            f"expected {groups} value for {name}, got {len(value)}: give one for each group of the optimizer"
-        )
-    return list(value)
-
-
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or value <= 0:
-        raise ArgumentError(f"{name} must be a positive integer, got {value}")
-    return value
-
-
 class _Schedule:
-    """What all schedules share: where they are, and the groups that they steer."""
+    """Steers the rates of an optimizer's groups: sets what `get_lr` returns for `last_batch_iteration`; -1 is
+    the beginning."""
 
     optimizer: Any
     last_batch_iteration: int
     _last_lr: list[Any] | None = None
 
+    def __post_init__(self) -> None:
+        """Read the arguments, and set the first rates, unless the schedule goes on from an iteration."""
+        self.optimizer = get_torch_optimizer(self.optimizer)
+        self._prepare()
+        if self.last_batch_iteration == -1:
+            self._set()
+
+    def _prepare(self) -> None:
+        """Check the arguments, and note what follows from them."""
+
+    def _each(self, name: str) -> list[Any]:
+        """Return the argument `name` for each group. Raises ArgumentError for a list of another length."""
+        value, groups = getattr(self, name), len(self.optimizer.param_groups)
+        values = list(value) if isinstance(value, list | tuple) else [value] * groups
+        if len(values) != groups:
+            raise ArgumentError(
+                f"{name} has {len(values)} values, and the optimizer {groups} groups: give each group one, "
+                "or a number for all"
+            )
+        return values
+
+    def _steps(self, name: str) -> int:
+        """Return the argument `name`. Raises ArgumentError unless it is a number of steps."""
+        if not isinstance(value := getattr(self, name), int) or value <= 0:
+            raise ArgumentError(f"{name}={value!r} is no number of steps: write a whole number above 0")
+        return value
+
     def get_lr(self) -> list[Any]:
-        """The rate of each group at `last_batch_iteration`."""
+        """Return the rate of each group at `last_batch_iteration`."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[Any]:
-        """The rates that were set last. Raises OrderError before there are any."""
+        """Return the rates that were set last. Raises OrderError before there are any."""
         if self._last_lr is None:
-            raise OrderError("need to call step() first: a schedule that goes on has set no rate yet")
+            # transformers' Trainer knows this error by "need to call step"
+            raise OrderError("a schedule that goes on has set no rate yet: you need to call step() before")
         return self._last_lr
 
-    def _advance(self, to: int | None) -> None:
-        self.last_batch_iteration = self.last_batch_iteration + 1 if to is None else to
+    def _set(self) -> None:
         self._last_lr = update_lr(self.optimizer.param_groups, self.get_lr())
 
+    def step(self, batch_iteration: int | None = None, last_batch_iteration: int | None = None) -> None:
+        """Set the rates of the next iteration, or of the one that is given by either name."""
+        given = last_batch_iteration if batch_iteration is None else batch_iteration
+        self.last_batch_iteration = self.last_batch_iteration + 1 if given is None else given
+        self._set()
+
     def state_dict(self) -> dict[str, int]:
-        """Where the schedule is."""
+        """Return where the schedule is."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, int]) -> None:
@@ -260,38 +118,29 @@ class _Schedule:
         self.last_batch_iteration = sd["last_batch_iteration"]
 
 
+@dataclass(eq=False, repr=False)
 class LRRangeTest(_Schedule):
     """Raises the rate from a low one without end, to see where training diverges (Smith, "A disciplined
     approach to neural network hyper-parameters", 2018): min_lr · (1 + rate · intervals done)."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.optimizer = get_torch_optimizer(optimizer)
-        self.min_lr = _each(self.optimizer, lr_range_test_min_lr, LR_RANGE_TEST_MIN_LR)
-        self.step_size = _positive(LR_RANGE_TEST_STEP_SIZE, lr_range_test_step_size)
-        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._last_lr = update_lr(self.optimizer.param_groups, self.min_lr)
+    optimizer: Any
+    lr_range_test_min_lr: Rates = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+    last_batch_iteration: int = -1
+
+    def _prepare(self) -> None:
+        self.min_lr = self._each("lr_range_test_min_lr")
+        self.step_size = self._steps("lr_range_test_step_size")
 
     def get_lr(self) -> list[Any]:
-        intervals: float = float(self.last_batch_iteration + 1) / self.step_size
-        if self.staircase:
-            intervals = math.floor(intervals)
-        return [low * (1 + self.step_rate * intervals) for low in self.min_lr]
-
-    def step(self, batch_iteration: int | None = None) -> None:
-        """Set the rates of the next iteration, or of `batch_iteration`."""
-        self._advance(batch_iteration)
+        intervals = (self.last_batch_iteration + 1) / self.step_size
+        done = math.floor(intervals) if self.lr_range_test_staircase else intervals
+        return [low * (1 + self.lr_range_test_step_rate * done) for low in self.min_lr]
 
 
+@dataclass(eq=False, repr=False)
 class OneCycle(_Schedule):
     """Raises the rate and lowers it again, once, while the first momentum coefficient does the opposite; then
     both decay (Smith 2018, as above). The rate is at its peak after `cycle_first_step_size` steps.
@@ -299,70 +148,46 @@ class OneCycle(_Schedule):
     A stair count above 0 divides its half into so many stairs, on each of which the rate stays. Momentum is
     left alone, with a warning, where the optimizer has no `betas`."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        cycle_min_lr: float | Sequence[float],
-        cycle_max_lr: float | Sequence[float],
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: float = 2000,
-        cycle_second_step_size: float | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: float = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: float | Sequence[float] = 0.8,
-        cycle_max_mom: float | Sequence[float] = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.optimizer = get_torch_optimizer(optimizer)
-        self._shape(cycle_first_step_size, cycle_second_step_size)
-        self.first_stair_count = cycle_first_stair_count
-        self.second_stair_count = (
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        )
-        self.decay_step_size = decay_step_size
-        self.min_lrs = _each(self.optimizer, cycle_min_lr, CYCLE_MIN_LR)
-        self.max_lrs = _each(self.optimizer, cycle_max_lr, CYCLE_MAX_LR)
-        self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
-        if begins := last_batch_iteration == -1:
-            update_lr(self.optimizer.param_groups, self.min_lrs)
-        self.cycle_momentum = cycle_momentum and self._has_betas()
-        if self.cycle_momentum:
-            self._momenta(cycle_min_mom, cycle_max_mom, begins)
-        self.last_batch_iteration = last_batch_iteration
+    optimizer: Any
+    cycle_min_lr: Rates
+    cycle_max_lr: Rates
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: float = 2000
+    cycle_second_step_size: float | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: float = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Rates = 0.8
+    cycle_max_mom: Rates = 0.9
+    decay_mom_rate: float = 0.0
+    last_batch_iteration: int = -1
 
-    def _shape(self, first: float, second: float | None) -> None:
-        self.first_step_size = float(first)
-        self.second_step_size = self.first_step_size if second is None else float(second)
-        if self.first_step_size <= 0:
-            raise ArgumentError(f"{CYCLE_FIRST_STEP_SIZE} must be positive, got {self.first_step_size}")
-        if self.second_step_size < 0:
-            raise ArgumentError(f"{CYCLE_SECOND_STEP_SIZE} must be non-negative, got {self.second_step_size}")
-        self.total_size = self.first_step_size + self.second_step_size
-        self.step_ratio = self.first_step_size / self.total_size
+    def _prepare(self) -> None:
+        sizes = self.cycle_first_step_size, self.cycle_second_step_size
+        first, second = (float(sizes[0] if size is None else size) for size in sizes)
+        if first <= 0 or second < 0:
+            raise ArgumentError(
+                f"cycle_first_step_size and cycle_second_step_size are {first} and {second} steps: the first "
+                "half must have some, and the second none or more"
+            )
+        self.first_step_size, self.second_step_size, self.total_size = first, second, first + second
+        self.step_ratio = first / self.total_size
+        stairs = self.cycle_first_stair_count, self.cycle_second_stair_count
+        self.first_stair_count, self.second_stair_count = (stairs[0] if n is None else n for n in stairs)
+        self.min_lrs, self.max_lrs = self._each("cycle_min_lr"), self._each("cycle_max_lr")
+        self.min_moms = [(low, 0.99) for low in self._each("cycle_min_mom")]
+        self.max_moms = [(high, 0.99) for high in self._each("cycle_max_mom")]
+        defaults = getattr(self.optimizer, "defaults", self.optimizer.param_groups[0])
+        if self.cycle_momentum and "betas" not in defaults:
+            self.cycle_momentum = False
+            name = type(self.optimizer).__name__
+            logger.warning(f"{name} has no betas: cycle_momentum moves the rate alone")
 
-    def _has_betas(self) -> bool:
-        if "betas" in getattr(self.optimizer, "defaults", self.optimizer.param_groups[0]):
-            return True
-        logger.warning(
-            f"cycle_momentum is disabled: {type(self.optimizer).__name__} has no betas among its defaults"
-        )
-        return False
-
-    def _momenta(self, low: Any, high: Any, begins: bool) -> None:
-        self.min_moms = [(each, 0.99) for each in _each(self.optimizer, low, CYCLE_MIN_MOM)]
-        self.max_moms = [(each, 0.99) for each in _each(self.optimizer, high, CYCLE_MAX_MOM)]
-        if begins:
-            self._set_betas(self.min_moms)
-
-    def _set_betas(self, momenta: Sequence[tuple[float, float]]) -> None:
-        for group, betas in zip(self.optimizer.param_groups, momenta, strict=False):
-            group["betas"] = betas
-
-    def _height(self) -> float:
-        """How high in the cycle: 0 at its ends, 1 at its peak."""
+    def _height(self) -> float | None:
+        """Return how high in the cycle: 0 at its ends, 1 at its peak; None behind it."""
+        if self.last_batch_iteration >= self.total_size:
+            return None
         at = self.last_batch_iteration + 1
         x = 1.0 + at / self.total_size - math.floor(1 + at / self.total_size)
         rising = x <= self.step_ratio
@@ -375,111 +200,94 @@ class OneCycle(_Schedule):
             return math.floor(inside * stairs / self.first_step_size) / stairs
         return math.floor((self.total_size - inside) * stairs / self.second_step_size) / stairs
 
-    def _decay(self, rate: float) -> float | None:
-        """The factor of the decay so far; None: nothing decays."""
+    def _decay(self, rate: float) -> float:
+        """Return the factor of the decay so far."""
         if math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0):
-            return None
+            return 1.0
         past = self.last_batch_iteration - self.total_size + 1
         return 1 + rate * (past / self.decay_step_size)
 
     def get_lr(self) -> list[Any]:
-        if self.last_batch_iteration < self.total_size:
-            height = self._height()
-            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        decay = self._decay(self.decay_lr_rate)
-        return self.min_lrs if decay is None else [low / decay for low in self.min_lrs]
+        if (height := self._height()) is None:
+            decay = self._decay(self.decay_lr_rate)
+            return [low / decay for low in self.min_lrs]
+        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group at `last_batch_iteration`; None where momentum is left alone."""
+        """Return the betas of each group at `last_batch_iteration`; None where momentum is left alone."""
         if not self.cycle_momentum:
             return None
-        if self.last_batch_iteration < self.total_size:
-            height = self._height()
-            return [
-                (high[0] - (high[0] - low[0]) * height, low[1])
-                for low, high in zip(self.min_moms, self.max_moms, strict=True)
-            ]
-        decay = self._decay(self.decay_mom_rate)
-        return self.max_moms if decay is None else [(beta * decay, other) for beta, other in self.max_moms]
+        if (height := self._height()) is None:
+            decay = self._decay(self.decay_mom_rate)
+            return [(beta * decay, other) for beta, other in self.max_moms]
+        both = zip(self.min_moms, self.max_moms, strict=True)
+        return [(high - (high - low) * height, other) for (low, other), (high, _) in both]
 
-    def step(self, batch_iteration: int | None = None) -> None:
-        """Set rates and momenta of the next iteration, or of `batch_iteration`."""
-        self._advance(batch_iteration)
-        if (momenta := self.get_mom()) is not None:
-            self._set_betas(momenta)
+    def _set(self) -> None:
+        super()._set()
+        # the first step is taken with the lowest, although the cycle begins with the highest
+        begins = self.cycle_momentum and self.last_batch_iteration < 0
+        momenta = self.min_moms if begins else self.get_mom()
+        for group, betas in zip(self.optimizer.param_groups, momenta or (), strict=False):
+            group["betas"] = betas
 
 
 class _Warmup(_Schedule):
-    """What schedules that begin with a warmup share: its form."""
+    """Begins with a warmup, along a logarithm or a line."""
 
-    def _warm_up(self, steps: int, form: str) -> None:
-        self.warmup_num_steps = max(2, _positive(WARMUP_NUM_STEPS, steps))
-        if form not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-            logger.warning(f"warmup_type {form!r} is unknown: the warmup is {WARMUP_LOG_RATE}")
-            form = WARMUP_LOG_RATE
-        self.warmup_type = form
-        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+    warmup_num_steps: int
+    warmup_type: str
+    total_num_steps: int
+
+    def _prepare(self) -> None:
+        self.warmup_num_steps = max(2, self._steps("warmup_num_steps"))
+        if self.warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+            logger.warning(f"warmup_type {self.warmup_type!r} is unknown: the warmup is {WARMUP_LOG_RATE}")
+            self.warmup_type = WARMUP_LOG_RATE
+        total = getattr(self, "total_num_steps", self.warmup_num_steps)
+        if total < self.warmup_num_steps:
+            logger.warning(f"the schedule ends at total_num_steps={total}, inside of its warmup of "
+                           f"warmup_num_steps={self.warmup_num_steps}")  # fmt: skip
 
     def _warmed(self) -> float | None:
-        """How much of the warmup is done, from 0 to 1; None after it."""
-        if self.last_batch_iteration >= self.warmup_num_steps:
+        """Return how much of the warmup is done, from 0 to 1; None after it."""
+        at, steps = self.last_batch_iteration, self.warmup_num_steps
+        if at >= steps:
             return None
-        if self.warmup_type == WARMUP_LOG_RATE:
-            return self.inverse_log_warm_up * math.log(self.last_batch_iteration + 1)
-        return self.last_batch_iteration / self.warmup_num_steps
-
-    def _unstarted(self) -> bool:
-        if self.last_batch_iteration < 0:
-            logger.warning("Attempting to get learning rate from scheduler before it has started")
-        return self.last_batch_iteration < 0
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rates of the next iteration, or of `last_batch_iteration`."""
-        self._advance(last_batch_iteration)
+        return (
+            at / steps if self.warmup_type == WARMUP_LINEAR_RATE else 1.0 / math.log(steps) * math.log(at + 1)
+        )
 
 
-def _short(total: int, warmup: int) -> None:
-    logger.warning(f"total_num_steps {total} is less than warmup_num_steps {warmup}")
-
-
+@dataclass(eq=False, repr=False)
 class WarmupLR(_Warmup):
     """Raises the rate from a low one to a high one (None: each group's own), along a logarithm or a line, and
     keeps it there."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        _positive(WARMUP_NUM_STEPS, warmup_num_steps)
-        self.optimizer = get_torch_optimizer(optimizer)
-        if warmup_max_lr is None:
-            warmup_max_lr = [group["lr"] for group in self.optimizer.param_groups]
-        self.min_lrs = _each(self.optimizer, warmup_min_lr, "min_lr")
-        self.max_lrs = _each(self.optimizer, warmup_max_lr, "max_lr")
+    optimizer: Any
+    warmup_min_lr: Rates = 0.0
+    warmup_max_lr: Rates | None = None
+    warmup_num_steps: int = 1000
+    warmup_type: str = WARMUP_LOG_RATE
+    last_batch_iteration: int = -1
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        own = [group["lr"] for group in self.optimizer.param_groups]
+        self.min_lrs = self._each("warmup_min_lr")
+        self.max_lrs = own if self.warmup_max_lr is None else self._each("warmup_max_lr")
         self.delta_lrs = [high - low for high, low in zip(self.max_lrs, self.min_lrs, strict=True)]
-        self._warm_up(warmup_num_steps, warmup_type)
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
-            self._last_lr = update_lr(self.optimizer.param_groups, self.get_lr())
 
     def _after(self) -> float:
-        """The share of the difference of both rates after the warmup."""
+        """Return the share of the difference of both rates after the warmup."""
         return 1.0
 
-    def _get_gamma(self) -> float:
-        warmed = self._warmed()
-        return self._after() if warmed is None else warmed
-
     def get_lr(self) -> list[Any]:
-        if self._unstarted():
+        if self.last_batch_iteration < 0:
             return self.min_lrs
-        gamma = self._get_gamma()
-        return [low + delta * gamma for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
+        warmed = self._warmed()
+        share = self._after() if warmed is None else warmed
+        return [low + delta * share for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
 
 
 class WarmupDecayLR(WarmupLR):
@@ -489,8 +297,8 @@ class WarmupDecayLR(WarmupLR):
         self,
         optimizer: Any,
         total_num_steps: int,
-        warmup_min_lr: float | Sequence[float] = 0.0,
-        warmup_max_lr: float | Sequence[float] = 0.001,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
@@ -499,42 +307,33 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
-        if total_num_steps < self.warmup_num_steps:
-            _short(total_num_steps, warmup_num_steps)
 
     def _after(self) -> float:
         left = float(self.total_num_steps - self.last_batch_iteration)
         return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
 
 
+@dataclass(eq=False, repr=False)
 class WarmupCosineLR(_Warmup):
     """Raises each group's own rate from a share of it to all of it, and lets it fall along half a cosine to
     `cos_min_ratio` of it at `total_num_steps`, where it stays."""
 
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = WARMUP_LOG_RATE,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self._warm_up(warmup_num_steps, warmup_type)
-        self.optimizer = get_torch_optimizer(optimizer)
-        self.total_num_steps, self.last_batch_iteration = total_num_steps, last_batch_iteration
-        self.cos_min_ratio, self.warmup_min_ratio = cos_min_ratio, warmup_min_ratio
-        if total_num_steps < self.warmup_num_steps:
-            _short(total_num_steps, warmup_num_steps)
+    optimizer: Any
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 0.0001
+    warmup_type: str = WARMUP_LOG_RATE
+    last_batch_iteration: int = -1
+
+    def _prepare(self) -> None:
+        super()._prepare()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.org_lrs = [rate.clone() if torch.is_tensor(rate) else rate for rate in rates]
-        if last_batch_iteration == -1:
-            self._last_lr = update_lr(self.optimizer.param_groups, self.get_lr())
 
     def get_lr_ratio(self) -> float:
-        """The share of its own rate that each group has at `last_batch_iteration`."""
-        if self._unstarted():
+        """Return the share of its own rate that each group has at `last_batch_iteration`."""
+        if self.last_batch_iteration < 0:
             return 0.0
         if (warmed := self._warmed()) is not None:
             return self.warmup_min_ratio + warmed * (1.0 - self.warmup_min_ratio)
@@ -544,7 +343,10 @@ class WarmupCosineLR(_Warmup):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
     def get_lr(self) -> list[Any]:
-        if self._unstarted():
-            return [0.0 for _ in self.org_lrs]
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
+
+
+for _schedule in (LRRangeTest, OneCycle, WarmupLR, WarmupCosineLR):
+    # DeepSpeed's constants for the keys of "params": WARMUP_NUM_STEPS is "warmup_num_steps"
+    globals().update({key.name.upper(): key.name for key in fields(_schedule)[1:-1]})

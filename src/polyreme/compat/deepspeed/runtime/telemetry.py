@@ -1,5 +1,5 @@
-"""What an engine shows of its steps, as the config says: monitors' events, lines, times and the flops
-profile."""
+"""The reports of an engine on its steps that a config can ask for: events for monitors, lines in the log,
+times, and the profile of floating-point operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from polyreme.compat.deepspeed.monitor.config import get_monitor_config
 from polyreme.compat.deepspeed.monitor.monitor import MonitorMaster
-from polyreme.compat.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from polyreme.compat.deepspeed.profiling.flops_profiler import FlopsProfiler
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 
@@ -20,7 +20,7 @@ FORWARD, BACKWARD, STEP = "fwd", "bwd", "step"
 
 
 class Telemetry:
-    """Called by `engine` around a window's calls, and at its end."""
+    """The reports of one engine, which calls `timed`, `begin_forward` and `end_step` as it trains."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         given = engine.translation
@@ -37,7 +37,7 @@ class Telemetry:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Measure what is done inside, if the config says so."""
+        """Measure the time of the block under `name`, if the config has `wall_clock_breakdown`."""
         timer = self.timers(name)
         timer.start()
         try:
@@ -46,13 +46,14 @@ class Telemetry:
             timer.stop()
 
     def begin_forward(self) -> None:
-        """Begin the flops profile where this is its step."""
+        """Begin the profile of floating-point operations if the config asks for it at this step."""
         if self.profiler is not None and self._engine[0].global_steps == self._profile_step:
             self.profiler.start_profile()
             self._profiling = True
 
     def end_step(self) -> None:
-        """Show what there is to show of a step that is done."""
+        """Print the profile, give the monitors their events and write the log's line, if they are due after
+        this step."""
         engine = self._engine[0]
         if self._profiling and self.profiler is not None:
             self._profiling = False

@@ -1,4 +1,4 @@
-"""Modules built on another device than the default, in another dtype."""
+"""A context that builds modules on another device and in another dtype than torch's defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.utils._device import _device_constructors
 
 
 class _Constructors(TorchFunctionMode):
-    """Has torch's constructors make their tensors on `device`, and floating-point ones in `dtype`."""
+    """A mode in which torch's constructors make their tensors on `device`, and floating-point ones in
+    `dtype`."""
 
     def __init__(self, dtype: torch.dtype, device: Any) -> None:
         super().__init__()
@@ -30,14 +31,14 @@ class _Constructors(TorchFunctionMode):
 
 
 def _of_sizes(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """`torch.Tensor(2, 3)`, which is no function that a mode sees."""
+    """Make `torch.Tensor(2, 3)` by a function that a mode sees, which its own constructor is not."""
     if cls is torch.Tensor and not kwargs and all(isinstance(each, int) for each in args):
         return torch.empty(args)
     return torch._C.TensorBase.__new__(cls, *args, **kwargs)
 
 
 class OnDevice:
-    """Context in which tensors are made on `device` (by default without memory, "meta") and floating-point
+    """A context in which tensors are made on `device` (by default "meta", without memory), and floating-point
     ones in `dtype`. It does nothing unless `enabled`."""
 
     def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:

@@ -1,18 +1,16 @@
-"""DeepSpeed's logger, and messages that only some ranks write."""
+"""DeepSpeed's logger, and functions that write a message on some ranks only."""
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from polyreme.compat.deepspeed.lazy import lazily
 from polyreme.compat.deepspeed.refusal import ArgumentError
 
 log_levels = {
@@ -21,7 +19,8 @@ log_levels = {
 
 
 class StdoutHandler(logging.StreamHandler):
-    """Writes to what is standard output at the time, also where that is captured or redirected."""
+    """A handler that writes to `sys.stdout` as it is at the time, also if a test or a script has replaced
+    it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -32,24 +31,21 @@ class StdoutHandler(logging.StreamHandler):
 
 
 class LoggerFactory:
-    """Makes loggers that write lines to standard output, whatever the root logger does."""
+    """A maker of loggers that write to standard output, whatever the root logger does."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """The logger of this name, which writes what is at least of this level. Raises ArgumentError without
-        a name."""
+        """Return the logger of this name, which writes what is at least of this level. Raises ArgumentError
+        without a name."""
         if name is None:
-            raise ArgumentError("name for logger cannot be None: give it one")
+            raise ArgumentError("create_logger without a name, by which loggers are found: give one")
         made = logging.getLogger(name)
         made.setLevel(level)
         made.propagate = False
         handler = StdoutHandler()
         handler.setLevel(level)
-        handler.setFormatter(
-            logging.Formatter(
-                "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
-            )
-        )
+        place = "[%(filename)s:%(lineno)d:%(funcName)s]"
+        handler.setFormatter(logging.Formatter(f"[%(asctime)s] [%(levelname)s] {place} %(message)s"))
         made.addHandler(handler)
         return made
 
@@ -59,40 +55,25 @@ logger: Any = LoggerFactory.create_logger("DeepSpeed")
 
 @functools.cache
 def warning_once(*args: Any, **kwargs: Any) -> None:
-    """Warn, but not twice of the same."""
+    """Log a warning, unless the same one was logged before."""
     logger.warning(*args, **kwargs)
 
 
-def print_configuration(args: Any, name: str) -> None:
-    """Log the attributes of `args` by name."""
-    logger.info(f"{name}:")
-    for key, value in sorted(vars(args).items()):
-        logger.info(f"  {key} {'.' * (29 - len(key))} {value}")
-
-
-def _speaks(ranks: Sequence[int] | None) -> tuple[bool, int]:
-    """Whether this rank is one of `ranks` ([-1]: all), and which it is; a process without a group always
-    is."""
-    if not dist.is_initialized():
-        return True, -1
-    rank = dist.get_rank()
-    return bool(ranks) and (ranks is not None and (ranks[0] == -1 or rank in ranks)), rank
-
-
 def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
-    """`message` with the rank before it; None on a rank that is not of `ranks`."""
-    speaks, rank = _speaks(ranks)
-    return f"[Rank {rank}] {message}" if speaks else None
+    """Return `message` with the rank before it; None on a rank that is not of `ranks` ([-1]: all). A process
+    without a group always speaks."""
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    return f"[Rank {rank}] {message}" if rank < 0 or (ranks and {rank, -1} & set(ranks)) else None
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks ([-1]: on all; none without any)."""
+    """Log a message on these ranks ([-1]: on all of them; None or []: on none)."""
     if (text := get_dist_msg(message, ranks)) is not None:
         logger.log(level, text)
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Print on these ranks, whatever the log level."""
+    """Print a message on these ranks, whatever the log level."""
     if (text := get_dist_msg(message, ranks)) is not None:
         print(text)
 
@@ -103,29 +84,18 @@ def _log_dist_once(message: str, ranks: tuple[int, ...] | None, level: int) -> N
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on these ranks, but not twice of the same."""
+    """Log a message on these ranks, unless the same one was logged before."""
     _log_dist_once(message, None if ranks is None else tuple(ranks), level)
 
 
 logger.warning_once, logger.log_dist_once = warning_once, log_dist_once
 
 
-def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: Any = None) -> None:
-    """Write `message` and the rank to the file `path`, on these ranks."""
-    speaks, rank = _speaks(ranks)
-    if speaks:
-        message["rank"] = rank
-        with Path(path).open("w") as file:
-            json.dump(message, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The level of this name. Raises ArgumentError for one that is none."""
+    """Return the level of this name. Raises ArgumentError for one that is none."""
     if (name := log_level_str.lower()) not in log_levels:
         raise ArgumentError(
-            f"{name} is not one of the valid logging levels: take one of {', '.join(log_levels)}"
+            f"{log_level_str!r} names no level of logging: take one of {', '.join(log_levels)}"
         )
     return log_levels[name]
 
@@ -137,13 +107,4 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
         each.setLevel(level)
 
 
-def get_current_level() -> int:
-    """The level of DeepSpeed's logger."""
-    return logger.getEffectiveLevel()
-
-
-def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the logger's level is at most this one. Raises ArgumentError for what is no level."""
-    if not isinstance(max_log_level_str, str):
-        raise ArgumentError(f"{max_log_level_str} is not a string: give a level by its name")
-    return get_current_level() <= get_log_level_from_string(max_log_level_str)
+__getattr__ = lazily(__name__)

@@ -1,7 +1,8 @@
-"""DeepSpeed's files of a checkpoint: one of each rank's model and optimizer states.
+"""The files of a DeepSpeed checkpoint: one with the model states of each rank, and one with its optimizer
+states.
 
-Lightning reads what is beside the weights from them. Checkpoints of this door have no such files: they are
-written for whoever asks, to a folder that ends with this process."""
+Lightning reads from them what a checkpoint has beside the weights. Checkpoints of Polyreme have no such
+files; for whoever asks they are written to a temporary folder, which goes with this process."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """Files of `torch.save`, of which each has the ZeRO stage (`optimizer_state_dict`); of a checkpoint of
-    this door it has no more. Raises FileNotFoundError where there are none."""
+    """Return the files with the optimizer states, which `torch.load` reads. For a checkpoint of Polyreme that
+    is one file, with nothing but the ZeRO stage. Raises FileNotFoundError if there are none."""
     resume = read(Path(checkpoint_dir))
     if resume is None:
         return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
@@ -27,7 +28,8 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
 
 
 def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
-    """The same for the rest, which of a checkpoint of this door are client state and counts."""
+    """Return the files with the model states, which `torch.load` reads. For a checkpoint of Polyreme that is
+    one file, with the client state and the counts. Raises FileNotFoundError if there are none."""
     resume = read(Path(checkpoint_dir))
     if resume is None:
         return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
@@ -37,18 +39,18 @@ def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """The one of the first rank. Raises FileNotFoundError where there is none."""
+    """Return the file with the first rank's model states. Raises FileNotFoundError if there is none."""
     if read(Path(checkpoint_dir)) is not None:
         return get_model_state_files(checkpoint_dir)[0]
     name = f"{'zero_pp_rank_0_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt"
     if not (file := Path(checkpoint_dir, name)).is_file():
-        raise FileNotFoundError(f"{file}: it is not there; name a checkpoint's folder, such as global_step1")
+        raise FileNotFoundError(f"{file} is missing: name the folder of a checkpoint, such as global_step1")
     return str(file)
 
 
 def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
-    """The files of a folder that fit, in the order of the numbers in their names. Raises FileNotFoundError
-    where there are none."""
+    """Return the files of a folder that fit the pattern, in the order of the numbers in their names. Raises
+    FileNotFoundError if there are none."""
     files = sorted(map(str, Path(checkpoint_dir).glob(glob_pattern)), key=natural_keys)
     if not files:
         raise FileNotFoundError(
@@ -58,8 +60,10 @@ def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[
 
 
 def natural_keys(text: str) -> list[int | str]:
-    """A key by which numbers in texts are in their order."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
+    """Return a key that sorts texts by the numbers in them: "rank_9" before "rank_10"."""
+    parts: list[int | str] = [*re.split(r"(\d+)", text)]
+    parts[1::2] = map(int, parts[1::2])
+    return parts
 
 
 def _written(name: str, value: dict[str, object]) -> str:

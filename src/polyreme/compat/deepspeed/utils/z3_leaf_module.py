@@ -1,10 +1,10 @@
-"""Modules that ZeRO 3 is to gather whole, with all below them ("leaves"): marks that an engine reads.
+"""Marks on modules that ZeRO stage 3 is to gather as a whole, with all modules inside them ("leaf modules").
 
 Invariant: a mark is the attribute `_z3_leaf` of the module, as DeepSpeed writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,30 +12,50 @@ from torch import nn
 from polyreme.compat.deepspeed.refusal import ArgumentError
 
 Classes = Sequence[type[nn.Module] | str]
+Found = tuple[list[nn.Module], list[Any]]
+Fits = Callable[[str, nn.Module, Any], bool]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this module is marked."""
+    """Return whether this module is marked."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether an engine found this parameter below a marked module."""
+    """Return whether an engine found this parameter below a marked module."""
     return hasattr(model, "ds_z3_leaf_module")
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules of `model`."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
+    """Return the marked modules of `model`."""
+    return [*filter(z3_leaf_module, model.modules())]
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark this module, or take its mark off."""
+    """Mark this module as a leaf, or remove the mark if `flag` is false."""
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
-def _is(module: nn.Module, kind: type[nn.Module] | str) -> bool:
-    """Whether the module is of this class, or its class has this name, with or without its package."""
+def _mark(model: nn.Module, wanted: Sequence[Any], fits: Fits, flag: bool, required: bool) -> Found:
+    """Mark the modules that fit one of `wanted`, or remove their marks if `flag` is false. Returns them, and
+    those of `wanted` that no module fits: for these it raises ArgumentError if all are `required`."""
+    found, missing = dict[int, nn.Module](), []
+    for want in wanted:
+        fitting = [module for name, module in model.named_modules() if fits(name, module, want)]
+        found |= {id(module): module for module in fitting}
+        missing += [] if fitting else [want]
+    if missing and required:
+        raise ArgumentError(
+            f"leaf modules {missing}: a {type(model).__name__} has none such; take classes or names of its "
+            "named_modules(), or pass raise_if_not_found=False"
+        )
+    for module in found.values():
+        set_z3_leaf_module(module, flag)
+    return list(found.values()), missing
+
+
+def _is_of(name: str, module: nn.Module, kind: type[nn.Module] | str) -> bool:
+    """Return whether the module is of this class, or its class has this name, with or without its package."""
     if isinstance(kind, type):
         return isinstance(module, kind)
     return kind in (type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
@@ -43,67 +63,48 @@ def _is(module: nn.Module, kind: type[nn.Module] | str) -> bool:
 
 def _mark_classes(model: nn.Module, classes: Classes, flag: bool, required: bool) -> list[nn.Module]:
     if not all(isinstance(kind, type | str) for kind in classes):
-        raise ArgumentError(f"leaf_module_classes must be a list of types or names, got {classes}")
-    found = [module for module in model.modules() if any(_is(module, kind) for kind in classes)]
-    if not found and required:
-        raise ArgumentError(
-            f"No modules of type {classes} found in model {type(model).__name__}: name classes that it has, "
-            "or pass raise_if_not_found=False"
-        )
-    for module in found:
-        set_z3_leaf_module(module, flag)
+        raise ArgumentError(f"leaf_module_classes={classes}: give classes of modules, or their names")
+    found, missing = _mark(model, classes, _is_of, flag, False)
+    if required and not found:
+        _mark(model, missing, _is_of, flag, True)
     return found
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of these classes, or class names, and return them. Raises ArgumentError where there
-    are none."""
+    """Mark the modules of these classes, or of classes with these names, as leaves. Returns them. Raises
+    ArgumentError if the model has none."""
     return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Classes, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the marks of these classes off, and return the modules."""
+    """Remove the marks of the modules of these classes. Returns the modules. Raises ArgumentError if the
+    model has none."""
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
-
-
-def _mark_names(
-    model: nn.Module, wanted: Iterable[str], fits: Callable[[str, str], bool], flag: bool, required: bool
-) -> tuple[list[nn.Module], list[str]]:
-    found, missing, modules = dict[int, nn.Module](), list[str](), dict(model.named_modules())
-    for want in wanted:
-        fitting = [module for name, module in modules.items() if fits(name, want)]
-        found |= {id(module): module for module in fitting}
-        missing += [] if fitting else [want]
-    for module in found.values():
-        set_z3_leaf_module(module, flag)
-    if missing and required:
-        raise ArgumentError(
-            f"No modules named {missing} found in model {type(model).__name__}: take names of its "
-            "named_modules(), or pass raise_if_not_found=False"
-        )
-    return list(found.values()), missing
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
-) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules of these names; return them and the names without any."""
-    return _mark_names(model, module_names, str.__eq__, flag, raise_if_not_found)
+) -> Found:
+    """Mark the modules of these names, as `named_modules()` has them. Returns them, and the names that no
+    module has. Raises ArgumentError for such names unless `raise_if_not_found` is false."""
+    return _mark(model, module_names, lambda name, _, want: name == want, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
-) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose names end so; return them and the endings without any."""
-    return _mark_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+) -> Found:
+    """Mark the modules whose names end in one of these. Returns them, and the endings that no name has.
+    Raises ArgumentError for such endings unless `raise_if_not_found` is false."""
+    return _mark(model, module_name_suffixes, lambda n, _, want: n.endswith(want), flag, raise_if_not_found)
 
 
 def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Module]:
-    """Mark what a config's `leaf_module` section names (`classes`, `names`, `name_suffixes`)."""
+    """Mark the modules that the config section `leaf_module` lists by `classes`, `names` and `name_suffixes`.
+    Returns them."""
     if leaf_cfg is None:
         return []
     found = [

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Turns a checkpoint that `engine.save_checkpoint` or DeepSpeed left into one state dict of fp32 weights:
+"""Convert a checkpoint that `engine.save_checkpoint` or DeepSpeed wrote to one state dict of fp32 weights:
 
-python zero_to_fp32.py . output_dir/ --safe_serialization
+python zero_to_fp32.py . weights/ --safe_serialization
 
-A copy is put beside checkpoints, and reads them with safetensors alone where Polyreme is not installed.
+A copy of this script lies beside checkpoints. It needs safetensors alone if Polyreme is not installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,12 +25,10 @@ from torch import Tensor, nn
 try:
     from polyreme.checkpoint.open import open_source
     from polyreme.compat.deepspeed.refusal import ArgumentError
-    from polyreme.compat.deepspeed.utils.rank_files import (
-        get_checkpoint_files,
-        get_model_state_file,
-        get_model_state_files,
-        get_optim_files,
-    )
+    from polyreme.compat.deepspeed.utils.rank_files import get_checkpoint_files as get_checkpoint_files
+    from polyreme.compat.deepspeed.utils.rank_files import get_model_state_file as get_model_state_file
+    from polyreme.compat.deepspeed.utils.rank_files import get_model_state_files as get_model_state_files
+    from polyreme.compat.deepspeed.utils.rank_files import get_optim_files as get_optim_files
     from polyreme.errors import CheckpointError
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "polyreme":
@@ -38,30 +36,10 @@ except ModuleNotFoundError as error:
     open_source = None  # type: ignore[assignment]
     ArgumentError = CheckpointError = ValueError  # type: ignore[assignment, misc]
 
-__all__ = [
-    "OUTPUT_DTYPE_NAMES",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
-    "debug",
-    "get_checkpoint_files",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_model_state_files",
-    "get_optim_files",
-    "load_state_dict_from_zero_checkpoint",
-    "to_torch_tensor",
-]
-OUTPUT_DTYPE_NAMES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
-"""What weights may be written as."""
-debug = False
-"""Nothing: for scripts that set it."""
+_NAMES = {torch.float32: "float32 fp32", torch.float16: "float16 fp16", torch.bfloat16: "bfloat16 bf16"}
+OUTPUT_DTYPE_NAMES = {name: dtype for dtype, names in _NAMES.items() for name in names.split()}
+"""The dtypes that weights may be written in, by name."""
+debug = False  # for scripts that set it
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -70,8 +48,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights of a checkpoint folder, by name, whole and in fp32, from the optimizer's masters where
-    there are some. tag: which of its checkpoints; None: the one that `latest` names.
+    """Return the weights of a checkpoint folder, by name, whole and in fp32, from the optimizer's masters
+    where there are some. tag: which of its checkpoints; None: the one that `latest` names.
     exclude_frozen_parameters: only those that have masters or states. Raises CheckpointError for what cannot
     be read."""
     folder = _folder(Path(checkpoint_dir), tag)
@@ -88,11 +66,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 Kinds = dict[str, dict[str, Callable[[], Tensor]]]
-"""For "model", "master" and each state of the optimizer, what reads each tensor."""
+"""Functions that each read one tensor, by its name, for "model", "master" and each state of the optimizer."""
 
 
 def _read(folder: Path) -> tuple[Kinds, dict[str, str]]:
-    """What a checkpoint holds, and for each further name of a tied parameter the first."""
+    """Return the tensors of a checkpoint, and for each further name of a tied parameter the first."""
     source = open_source(folder)
 
     def reader(kind: str, name: str, shape: tuple[int, ...]) -> Callable[[], Tensor]:
@@ -107,7 +85,7 @@ def _read(folder: Path) -> tuple[Kinds, dict[str, str]]:
 
 
 def _read_alone(folder: Path) -> tuple[Kinds, dict[str, str]]:
-    """The same without Polyreme, of a checkpoint that the script lies beside."""
+    """Return the same without Polyreme, of a checkpoint that the script lies beside."""
     from safetensors import safe_open
 
     if not (folder / "resume.json").is_file():
@@ -144,7 +122,7 @@ def _output_dtype(dtype: str | torch.dtype) -> torch.dtype:
     name = str(dtype).removeprefix("torch.").lower()
     if name not in OUTPUT_DTYPE_NAMES:
         raise ArgumentError(
-            f"Unsupported output dtype {dtype!r}: give one of {', '.join(sorted(OUTPUT_DTYPE_NAMES))}"
+            f"dtype={dtype!r}, as which weights are not written: give one of {', '.join(OUTPUT_DTYPE_NAMES)}"
         )
     return OUTPUT_DTYPE_NAMES[name]
 
@@ -154,9 +132,9 @@ def to_torch_tensor(
     return_empty_tensor: bool = False,
     dtype: str | torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of a state dict, contiguous, those of floating point in `dtype`, or empty ones like them;
-    one that has several names stays one. Raises ArgumentError for another dtype than weights are written
-    as."""
+    """Return the tensors of a state dict, contiguous, those of floating point in `dtype`, or empty ones like
+    them; one that has several names stays one. Raises ArgumentError for another dtype than weights are
+    written as."""
     to = None if dtype is None else _output_dtype(dtype)
     made: dict[int, Tensor] = {}
     for tensor in state_dict.values():
@@ -177,15 +155,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write these weights to `output_dir`, as Hugging Face names them: pytorch_model.bin, or
     model.safetensors with `safe_serialization`, in several files beyond `max_shard_size`."""
-    convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir,
-        output_dir,
-        "float32",
-        max_shard_size,
-        safe_serialization,
-        tag,
-        exclude_frozen_parameters,
-    )
+    further = (max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
+    convert_zero_checkpoint_to_state_dict(checkpoint_dir, output_dir, "float32", *further)
 
 
 def convert_zero_checkpoint_to_state_dict(
@@ -197,7 +168,7 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """The same, rounded to float16 or bfloat16 where `dtype` says so. max_shard_size: None: one file."""
+    """Write the same, rounded to float16 or bfloat16 where `dtype` says so. max_shard_size None: one file."""
     from huggingface_hub import save_torch_state_dict
 
     _output_dtype(dtype)
@@ -214,7 +185,7 @@ def convert_zero_checkpoint_to_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """`model` on the CPU with the checkpoint's fp32 weights."""
+    """Return `model` on the CPU with the checkpoint's fp32 weights."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -232,25 +203,26 @@ def _folder(folder: Path, tag: str | None) -> Path:
     return folder / tag
 
 
-def main() -> None:
-    """Read the arguments and convert."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(description: str | None, argv: Sequence[str] | None = None, **dtype: Any) -> dict[str, Any]:
+    """Read the arguments of the command line, or `argv`; with a `dtype`, those of its option."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("checkpoint_dir", help="the folder with the file `latest`")
     parser.add_argument("output_dir", help="where the weights are written")
+    for option, how in dtype.items():
+        parser.add_argument(f"--{option}", required=True, **how)
     parser.add_argument("--max_shard_size", default="5GB", help="most bytes of a file")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("-t", "--tag", default=None, help="the checkpoint, such as global_step1")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
     parser.add_argument("-d", "--debug", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    convert_zero_checkpoint_to_fp32_state_dict(
-        given.checkpoint_dir,
-        given.output_dir,
-        given.max_shard_size,
-        given.safe_serialization,
-        given.tag,
-        given.exclude_frozen_parameters,
-    )
+    given = vars(parser.parse_args(argv))
+    del given["debug"]
+    return given
+
+
+def main() -> None:
+    """Read the arguments and convert."""
+    convert_zero_checkpoint_to_fp32_state_dict(**arguments(__doc__))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""DeepSpeed's `runtime.activation_checkpointing`."""
+"""The package `deepspeed.runtime.activation_checkpointing`."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's names around fp16."""
+"""The package of DeepSpeed's names around fp16."""
 
 from polyreme.compat.deepspeed.lazy import lazily
 

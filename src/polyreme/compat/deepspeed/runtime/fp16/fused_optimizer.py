@@ -1,4 +1,5 @@
-"""The name of one of DeepSpeed's wrappers of optimizers, which there is none of: the engine has masters."""
+"""The classes that DeepSpeed wraps optimizers in. Here they are for `isinstance` alone, as the engine itself
+has the fp32 masters."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from polyreme.compat.deepspeed.refusal import refused
 
 
 class _Kind(type):
-    """An engine's optimizer is an instance of the class that DeepSpeed's would be of."""
+    """A metaclass by which `isinstance` takes an engine's optimizer for one of the class that DeepSpeed would
+    have wrapped it in."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return type.__instancecheck__(cls, instance) or getattr(instance, "_wrapper", None) == cls.__name__
 
 
 class Wrapper(metaclass=_Kind):
-    """Raises UnsupportedError when it is made."""
+    """The base of the wrappers' classes. Making an object of one raises UnsupportedError."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise refused(
@@ -26,4 +28,12 @@ class Wrapper(metaclass=_Kind):
 
 
 class FP16_Optimizer(Wrapper):
-    """DeepSpeed's wrapper of a fused optimizer without ZeRO."""
+    """The class of DeepSpeed's wrapper of a fused optimizer without ZeRO."""
+
+
+class FP16_UnfusedOptimizer(Wrapper):
+    """The class of DeepSpeed's wrapper of other optimizers without ZeRO."""
+
+
+class BF16_Optimizer(Wrapper):
+    """The class of DeepSpeed's wrapper of bf16 with fp32 gradients."""

@@ -1,4 +1,4 @@
-"""Loss scales for loops of a script's own; the engine has its own."""
+"""DeepSpeed's loss scalers, for training loops that a script writes itself."""
 
 from __future__ import annotations
 
@@ -11,31 +11,19 @@ import torch
 from torch import Tensor
 
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError
-from polyreme.compat.deepspeed.utils.logging import log_dist
+from polyreme.step.precision import LossScale
 
-INITIAL_LOSS_SCALE = "init_scale"
-SCALE_WINDOW = "scale_window"
-DELAYED_SHIFT = "delayed_shift"
-CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
-MIN_LOSS_SCALE = "min_scale"
-FACTOR = 2.0
-"""By which a dynamic loss scale rises and falls."""
-
-
-class LossScaleProfile(StrEnum):
-    """Which of DeepSpeed's two sets of defaults."""
-
-    FUSED = "fused"
-    UNFUSED = "unfused"
-
-
-_DEFAULTS = {LossScaleProfile.FUSED: (2.0**32, 1.0), LossScaleProfile.UNFUSED: (2.0**16, 0.25)}
-"""The first and the least dynamic loss scale."""
+INITIAL_LOSS_SCALE, SCALE_WINDOW, MIN_LOSS_SCALE = "init_scale", "scale_window", "min_scale"
+DELAYED_SHIFT, CONSECUTIVE_HYSTERESIS = "delayed_shift", "consecutive_hysteresis"
+LossScaleProfile = StrEnum("LossScaleProfile", {"FUSED": "fused", "UNFUSED": "unfused"})
+"""DeepSpeed's two sets of defaults for a loss scale, by the optimizer."""
+_DEFAULTS = {"fused": (2.0**32, 1.0), "unfused": (2.0**16, 0.25)}
+"""The dynamic loss scale at the first step, and the least one, of each set."""
 
 
 @dataclass(init=False)
 class LossScaleConfig:
-    """A loss scale and how it moves. With another dtype than fp16 it is 1 and stays so."""
+    """A loss scale, and how it moves. With a dtype other than fp16 it is 1 and stays so."""
 
     use_grad_scaling: bool
     dynamic_loss_scale: bool = False
@@ -53,29 +41,23 @@ class LossScaleConfig:
         static_loss_scale: float,
         dynamic_loss_args: Mapping[str, Any] | None,
         *,
-        profile: LossScaleProfile = LossScaleProfile.FUSED,
+        profile: str = "fused",
         initial_dynamic_scale: float | None = None,
     ) -> None:
         first, least = _DEFAULTS[profile]
         self.use_grad_scaling = low_precision_dtype is torch.float16
-        if not self.use_grad_scaling:
-            return
-        self.cur_scale = static_loss_scale
-        if not dynamic_loss_scale:
-            return
-        args: dict[str, Any] = {
-            INITIAL_LOSS_SCALE: initial_dynamic_scale or first,
-            SCALE_WINDOW: 1000,
-            MIN_LOSS_SCALE: least,
-        }
-        args |= dynamic_loss_args or {}
-        self.dynamic_loss_scale, self.last_overflow_iter, self.scale_factor = True, -1, FACTOR
-        self.cur_scale, self.scale_window = args[INITIAL_LOSS_SCALE], args[SCALE_WINDOW]
-        self.min_loss_scale = args[MIN_LOSS_SCALE]
+        if self.use_grad_scaling:
+            self.cur_scale = static_loss_scale
+        if self.use_grad_scaling and dynamic_loss_scale:
+            args = {INITIAL_LOSS_SCALE: initial_dynamic_scale or first, SCALE_WINDOW: 1000}
+            args |= {MIN_LOSS_SCALE: least, **(dynamic_loss_args or {})}
+            self.dynamic_loss_scale, self.last_overflow_iter, self.scale_factor = True, -1, 2.0
+            self.cur_scale, self.scale_window = args[INITIAL_LOSS_SCALE], int(args[SCALE_WINDOW])
+            self.min_loss_scale = args[MIN_LOSS_SCALE]
 
 
 class LossScalerBase:
-    """A loss scale, which `backward` multiplies a loss by."""
+    """The base of the loss scalers: a number by which `backward` multiplies a loss."""
 
     dynamic = False
 
@@ -84,42 +66,45 @@ class LossScalerBase:
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """Return the number that losses are multiplied by."""
         return self.cur_scale
 
     def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
-        """The gradients, multiplied by the scale."""
-        return tuple(self.loss_scale * each for each in grad_in)
+        """Return the gradients `grad_in` times the scale."""
+        return tuple(map(self.scale_loss, grad_in))
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss, multiplied by the scale."""
+        """Return the loss times the scale."""
         return loss * self.loss_scale
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Backward of the loss times the scale."""
+        """Call `backward` of the loss times the scale."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient has an Inf or NaN; a static scale does not look."""
-        return False
+        """Return whether a gradient of `params` has an Inf or NaN. A static scale does not look, and says
+        no."""
+        return self.dynamic and any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in params)
 
     def update_scale(self, overflow: bool) -> None:
-        """Move the scale after a step; a static one stays."""
+        """Raise or lower the scale after a step; `overflow` says whether its gradients had an Inf or NaN. A
+        static scale stays."""
 
 
 class LossScaler(LossScalerBase):
-    """A static loss scale."""
+    """A static loss scale, which never moves."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scale)
 
 
 class DynamicLossScaler(LossScalerBase):
-    """A loss scale that is halved when a step overflows, and doubled after `scale_window` steps without.
+    """A loss scale that is halved when a step overflows, and doubled after `scale_window` steps without an
+    overflow, by `polyreme.step.precision.LossScale`.
 
-    The first `delayed_shift` - 1 overflows leave it alone; they are counted anew when it is doubled, or with
-    `consecutive_hysteresis` after each step without. It does not fall below `min_scale`: with
-    `raise_error_at_min_scale` an overflow there raises OrderError."""
+    The first `delayed_shift` - 1 overflows leave it as it is. They are counted anew when it is doubled, or
+    with `consecutive_hysteresis` after each step without an overflow. The scale does not fall below
+    `min_scale`: with `raise_error_at_min_scale` an overflow there raises OrderError."""
 
     dynamic = True
 
@@ -134,42 +119,29 @@ class DynamicLossScaler(LossScalerBase):
         dtype: torch.dtype = torch.half,
     ) -> None:
         super().__init__(init_scale)
-        self.cur_iter, self.last_overflow_iter = 0, -1
-        self.scale_factor, self.scale_window, self.min_scale = FACTOR, scale_window, min_scale
-        self.delayed_shift = self.cur_hysteresis = delayed_shift
-        self.consecutive_hysteresis, self.dtype = consecutive_hysteresis, dtype
+        self.cur_iter, self.last_overflow_iter, self.scale_factor = 0, -1, 2.0
+        self.scale_window, self.min_scale, self.delayed_shift = scale_window, min_scale, delayed_shift
         self.raise_error_at_min_scale = raise_error_at_min_scale
+        self._scale = LossScale(
+            init_scale, dynamic=True, interval=scale_window, minimum=min_scale, hysteresis=delayed_shift,
+            forgets=consecutive_hysteresis, delay=1
+        )  # fmt: skip
 
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        return any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in params)
-
-    has_overflow_serial = has_overflow
+    @property
+    def cur_hysteresis(self) -> int:
+        """Return how many overflows it takes from here until the scale is lowered."""
+        return max(1, self.delayed_shift - self._scale.overflows)
 
     def update_scale(self, overflow: bool) -> None:
-        if overflow:
-            self._lower()
-            self.last_overflow_iter = self.cur_iter
-        else:
-            if self.consecutive_hysteresis:
-                self.cur_hysteresis = self.delayed_shift
-            stable = self.cur_iter - self.last_overflow_iter - 1
-            if stable > 0 and stable % self.scale_window == 0:
-                self.cur_hysteresis = self.delayed_shift
-                self.cur_scale *= self.scale_factor
-        self.cur_iter += 1
-
-    def _lower(self) -> None:
-        if self.delayed_shift != 1 and self.cur_hysteresis != 1:
-            self.cur_hysteresis -= 1
-            log_dist(f"overflow: {self.cur_hysteresis} more to lower the loss scale", ranks=[0])
-            return
-        if self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
+        if overflow and self._scale.is_least and self.raise_error_at_min_scale:
             raise OrderError(
-                f"Current loss scale already at minimum, {self.min_scale}, and the step overflowed: check "
-                "the data and the learning rate, or use bf16"
+                f"the step overflowed at the least loss scale, {self.min_scale}, which falls no further: "
+                "check the data and the learning rate, or use bf16"
             )
-        self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
-        log_dist(f"overflow: the loss scale is {self.cur_scale} now", ranks=[0])
+        self._scale.update(overflow)
+        self.cur_scale = self._scale.value
+        self.last_overflow_iter = self.cur_iter if overflow else self.last_overflow_iter
+        self.cur_iter += 1
 
 
 def CreateLossScaler(
@@ -178,11 +150,10 @@ def CreateLossScaler(
     dynamic_scaling: bool,
     dynamic_loss_args: Mapping[str, Any] | None,
 ) -> LossScalerBase:
-    """The loss scale of a dtype: 1 but in fp16. Raises ArgumentError for a dynamic one without arguments."""
-    if dtype is not torch.half:
-        return LossScaler(1.0)
-    if not dynamic_scaling:
-        return LossScaler(static_loss_scale)
+    """Return a loss scaler for a dtype, which is static and 1 unless that is fp16. Raises ArgumentError for a
+    dynamic one without arguments."""
+    if dtype is not torch.half or not dynamic_scaling:
+        return LossScaler(static_loss_scale if dtype is torch.half else 1.0)
     if dynamic_loss_args is None:
         raise ArgumentError("dynamic_loss_args is None: give a dynamic loss scale its arguments")
     return DynamicLossScaler(dtype=dtype, **dynamic_loss_args)

@@ -32,7 +32,7 @@ AXES = {"pipe": "pp", "data": "dp", "model": "tp"}
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """What `deepspeed.initialize` returns for a PipelineModule, which is `module`: trains whole batches."""
+    """Trains the PipelineModule `module` on whole batches: `deepspeed.initialize` returns one."""
 
     def __init__(
         self,
@@ -60,12 +60,14 @@ class PipelineEngine(DeepSpeedEngine):
     # ---- training and evaluation
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """One step on the next `gradient_accumulation_steps` micro-batches of `data_iter`, or of the training
-        data. Returns the mean of their losses, over all ranks, on every rank. Raises StopIteration where the
-        data ends."""
+        """Make one step on the next `gradient_accumulation_steps` micro-batches of `data_iter`, or of the
+        training data. Returns the mean of their losses, over all ranks, on every rank. Raises StopIteration
+        where the data ends."""
         self._refuse_inference("train_batch")
         if not torch.is_grad_enabled():
-            raise PipelineError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+            raise PipelineError(
+                "train_batch() where torch makes no gradients: leave torch.no_grad(), or call eval_batch()"
+            )
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
@@ -75,7 +77,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.agg_train_loss = torch.tensor(result.loss, device=self.device)
         every = self.translation.values["steps_per_print"]
         if every and self.global_steps % every == 0:
-            log_dist(f"steps: {self.global_steps} loss: {result.loss:0.4f}", ranks=[0])
+            log_dist(f"step={self.global_steps}, loss={result.loss:0.4f}", ranks=[0])
         return self.agg_train_loss
 
     def eval_batch(
@@ -87,10 +89,10 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean over micro-batches and data-parallel ranks of the losses, or without `compute_loss` or a
-        loss_fn of the outputs; with `reduce_output` None, a list of them. Without `bcast_loss`, with a list
-        and without `compute_loss` it is on the last stage's ranks, and None on others. With `return_logits`
-        comes the last micro-batch's output, on the last stage."""
+        """Return the mean over micro-batches and data-parallel ranks of the losses, or without `compute_loss`
+        or a loss_fn of the outputs; with `reduce_output` None, a list of them. Without `bcast_loss`, with a
+        list and without `compute_loss` it is on the last stage's ranks, and None on others. With
+        `return_logits` comes the last micro-batch's output, on the last stage."""
         if reduce_output is not None and reduce_output.lower() != "avg":
             raise refused(f"reduce_output={reduce_output!r}", "outputs are averaged", 'write "avg" or None')
         before, loss_fn = self.data_iterator, self.module.loss_fn
@@ -113,7 +115,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (found, logits[0]) if return_logits else found
 
     def _mean(self, found: list[Any] | None) -> Any:
-        """The mean over micro-batches and data-parallel ranks; None where there are none."""
+        """Return the mean over micro-batches and data-parallel ranks; None where there are none."""
         if found is None:
             return None
         dp = self.polyreme.mesh.dp
@@ -126,7 +128,7 @@ class PipelineEngine(DeepSpeedEngine):
         return pytree.tree_map(mean, *found)
 
     def _from_last_stage(self, value: Any) -> Any:
-        """What the last stage has."""
+        """Return the last stage's value."""
         pp, last = self.polyreme.mesh.pp, self.num_stages - 1
         form, tensors = flatten(value)
         form = pp.gather_objects(form)[last]
@@ -139,26 +141,29 @@ class PipelineEngine(DeepSpeedEngine):
 
     # ---- data
 
+    @property
+    def _reads(self) -> bool:
+        """Whether this rank's stage reads data: inputs or labels."""
+        return self.is_first_stage() or self.is_last_stage()
+
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Train on the micro-batches of `loader`."""
-        if self.is_first_stage() or self.is_last_stage():
-            self.training_dataloader = loader
-            self.data_iterator = iter(loader)
+        self.set_dataiterator(iter(loader) if self._reads else None)
+        self.training_dataloader = loader if self._reads else None
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Train on the micro-batches of `iterator`, (inputs, labels) each."""
-        if self.is_first_stage() or self.is_last_stage():
-            self.training_dataloader = None
-            self.data_iterator = iterator
+        self.data_iterator = iterator if self._reads else None
+        self.training_dataloader = None
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Have `fn` make of what the iterator gives (None without one) the micro-batch."""
+        """Make each micro-batch by `fn`, of what the iterator gives (None without one)."""
         self.batch_fn = fn
 
     def _next(self, count: int) -> list[Any]:
-        """The next micro-batches, as Polyreme's engine takes them."""
+        """Return the next micro-batches, as Polyreme's engine takes them."""
         found: list[Any] | None = None
-        if self.is_first_stage() or self.is_last_stage():
+        if self._reads:
             try:
                 found = [self._micro_batch() for _ in range(count)]
             except StopIteration:
@@ -182,8 +187,8 @@ class PipelineEngine(DeepSpeedEngine):
         return (inputs, labels) if self.module.loss_fn is not None else (inputs,)
 
     def _with_middle(self, found: list[Any] | None) -> list[Any]:
-        """The micro-batches of the first stage, on those that read none. Raises StopIteration on all where
-        the first or the last have no more."""
+        """Return the micro-batches of the first stage, on those that read none. Raises StopIteration on all
+        where the first or the last have no more."""
         pp = self.polyreme.mesh.pp
         form, tensors = flatten(pytree.tree_map_only(Tensor, lambda t: t.to(self.device), found))
         forms = pp.gather_objects(form)
@@ -194,36 +199,40 @@ class PipelineEngine(DeepSpeedEngine):
             pp.broadcast(tensor, 0)
         return unflatten(forms[0], given) if found is None else found
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Do nothing for the size that there is. Raises UnsupportedError for another."""
+        if train_batch_size != self.train_batch_size():
+            raise refused(
+                f"set_train_batch_size({train_batch_size}) of a pipeline",
+                f"its schedule is made for the {self.micro_batches} micro-batches of the config",
+                f"write train_batch_size {train_batch_size} in the config, and go on from a checkpoint",
+            )
+
     # ---- places
 
     def is_first_stage(self) -> bool:
-        """Whether this rank has the first layers."""
+        """Return whether this rank has the first layers."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last layers."""
+        """Return whether this rank has the last layers."""
         return self.stage_id == self.num_stages - 1
-
-    def log_for_device(self, *msg: Any) -> None:
-        """Print on every rank, with its place."""
-        at = f"RANK={self.global_rank} PIPE-ID={self.stage_id} DATA-ID={self.grid.data_parallel_id}"
-        print(at, f"STEP-ID={self.global_steps}", "::", *msg, flush=True)
 
     # ---- what a pipeline does by itself
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """False between steps, in which the engine alone reduces."""
+        """Return False, as between steps, in which the engine alone reduces."""
         return False
 
     def reset_activation_shape(self) -> None:
         """Nothing is left to do: stages agree on the shapes of each new shape of batch."""
 
     def get_additional_losses(self) -> None:
-        """None: there are none."""
+        """Return None: there are none."""
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Raises PipelineError."""
-        raise PipelineError("Only train_batch() is accessible in pipeline mode.")
+        raise PipelineError("a pipeline takes a step's batches as one: call train_batch() or eval_batch()")
 
     backward = step = no_sync = set_gradient_accumulation_boundary = forward
 
@@ -231,8 +240,8 @@ class PipelineEngine(DeepSpeedEngine):
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """All stages' weights by "LAYER.NAME" (of shared modules "LAYER.module.NAME"), on every rank. All
-        ranks must call."""
+        """Return all stages' weights by "LAYER.NAME" (of shared modules "LAYER.module.NAME"), on every rank.
+        All ranks must call."""
         if exclude_frozen_parameters:
             raise refused("module_state_dict(exclude_frozen_parameters=True)",
                           "a stage does not know what others freeze", "leave it out")  # fmt: skip
@@ -249,12 +258,12 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def placed(model: PipelineModule, translation: Translation) -> Translation:
-    """The translation with the places of `model`'s ranks and layers. Raises what DeepSpeed does at ZeRO 2
-    and 3."""
+    """Return the translation with the places of `model`'s ranks and layers. Raises OrderError at
+    ZeRO 2 and 3, as DeepSpeed does."""
     if translation.stage >= 2:
         raise OrderError(
-            "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism: set zero_optimization.stage to 0 "
-            "or 1"
+            f"zero_optimization.stage is {translation.stage}, which divides gradients that a pipeline's "
+            "stages add up over micro-batches: write 0 or 1"
         )
     if type(model).get_additional_losses is not PipelineModule.get_additional_losses:
         raise refused("PipelineModule.get_additional_losses", "stages hand on no losses beside the one that "
@@ -270,7 +279,7 @@ def placed(model: PipelineModule, translation: Translation) -> Translation:
 
 
 def complete(optimizer: Optimizer, model: PipelineModule) -> None:
-    """Have an optimizer of this stage's parameters name those of all stages, each in the group in which its
+    """Make an optimizer of this stage's parameters name those of all stages, each in the group in which its
     stage has it. All ranks must call. Raises ArgumentError on all where they have unlike numbers of groups,
     or parameters that the model does not have."""
     names = {id(p): name for name, p in model.sequence.named_parameters()}

@@ -29,17 +29,19 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (inspect.isclass(typename) and issubclass(typename, nn.Module)):
-            raise SpecError(f"LayerSpec only supports torch.nn.Module types, not {typename!r}")
+            raise SpecError(
+                f"LayerSpec({typename!r}) is of no class of modules: give a subclass of torch.nn.Module"
+            )
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
         self.global_rank = dist.get_rank() if dist.is_initialized() else -1
 
     def __repr__(self) -> str:
-        return call_to_str(self.typename.__name__, self.module_args, self.module_kwargs)
+        return call_to_str(self.typename.__name__, *self.module_args, **self.module_kwargs)
 
     def build(self, log: bool = False) -> nn.Module:
-        """The layer."""
+        """Return the layer."""
         if log:
-            logger.info(f"RANK={self.global_rank} building {self!r}")
+            logger.info(f"rank {self.global_rank} builds {self!r}")
         return self.typename(*self.module_args, **self.module_kwargs)
 
 
@@ -88,7 +90,7 @@ class Function(nn.Module):
 
 
 def name_of(layer: Any) -> str | None:
-    """The class, or the function's name, of a layer of a list; None where it has none."""
+    """Return the class, or the function's name, of a layer of a list; None where it has none."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", None)
@@ -116,13 +118,13 @@ class Modules:
         return self._of.get(self.place[index])
 
     def numels(self) -> list[int]:
-        """Trained parameters of each layer."""
+        """Return the number of trained parameters of each layer."""
         found = [self[index] for index in range(len(self.layers))]
         return [sum(p.numel() for p in module.parameters() if p.requires_grad) if module else 0
                 for module in found]  # fmt: skip
 
     def sequence(self, mine: range) -> nn.Sequential:
-        """All layers, of which those of the places in `mine` get their numbers, and no others."""
+        """Return all layers, of which those of the places in `mine` get their numbers, and no others."""
         own = {self.place[index] for index in mine}
         if self._recording is not None:
             _make(self._recording, {str(place) for place in own})
@@ -141,7 +143,7 @@ class Modules:
         return Shared(module) if Counter(self.place)[self.place[index]] > 1 else module
 
     def _built(self) -> nn.ModuleDict:
-        """The modules of all specifications."""
+        """Return the modules of all specifications."""
         state = torch.get_rng_state()
 
         def build() -> nn.ModuleDict:
@@ -168,7 +170,7 @@ class Modules:
 
 
 def _key(layer: Any, index: int) -> Any:
-    """What layers that share a module have in common."""
+    """Return a key that is equal for layers that share a module."""
     if isinstance(layer, TiedLayerSpec):
         return "tied", layer.key
     return id(layer) if isinstance(layer, nn.Module) else ("place", index)
@@ -195,7 +197,7 @@ def _make(recording: Recording, own: Collection[str]) -> None:
 
 
 def _skeleton(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of a module with tensors on the meta device, but for those that `memo` has others for."""
+    """Return a copy of a module with tensors on the meta device, but for those that `memo` has others for."""
     for tensor in _tensors(module):
         if id(tensor) not in memo:
             meta = torch.empty_like(tensor, device="meta")

@@ -100,7 +100,7 @@ class PipelineModule(nn.Module):
         self.set_checkpoint_interval(activation_checkpoint_interval)
 
     def _partition(self, method: str, modules: Modules) -> list[int]:
-        """Where each stage begins, and where the last ends."""
+        """Return where each stage begins, and where the last ends."""
         layers = self._layer_specs
         if method == "uniform":
             parts = list(map(int, partition_uniform(len(layers), self.num_stages)))
@@ -108,15 +108,16 @@ class PipelineModule(nn.Module):
             parts = partition_balanced(modules.numels(), self.num_stages)
         elif method.startswith("type:"):
             named = re.compile(method.removeprefix("type:"), re.IGNORECASE)
-            weights = [int(bool(name and named.search(name))) for name in map(name_of, layers)]
+            names = [name_of(layer) or "" for layer in layers]
+            weights = [int(bool(named.search(name))) if name else 0 for name in names]
             if not any(weights):
-                raise SpecError(f"Partitioning '{method}' found no valid layers to partition")
+                raise SpecError(
+                    f"partition_method={method!r} names no layer: write a pattern of {sorted(set(names))}"
+                )
             parts = partition_balanced(weights, self.num_stages)
         else:
-            raise refused(
-                f"partition_method={method!r}", "there is no such one", 'write "parameters", "uniform", or '
-                '"type:REGEX"'
-            )  # fmt: skip
+            raise refused(f"partition_method={method!r}", "there is no such one",
+                          'write "parameters", "uniform", or "type:REGEX"')  # fmt: skip
         sizes = [stop - start for start, stop in pairwise(parts)]
         if 0 in sizes:
             raise ArgumentError(
@@ -127,7 +128,7 @@ class PipelineModule(nn.Module):
         return parts
 
     def _register(self, index: int, module: nn.Module | None) -> Any:
-        """Make a layer of this stage a child, under DeepSpeed's name; returns what calls it."""
+        """Make a layer of this stage a child, under DeepSpeed's name; return what calls it."""
         spec = self._layer_specs[index]
         if module is None:
             return spec
@@ -144,7 +145,7 @@ class PipelineModule(nn.Module):
         return self._sequence[0]
 
     def forward(self, forward_input: Any) -> Any:
-        """What this stage's layers make of an input."""
+        """Return what this stage's layers make of an input."""
         for index in range(self._local_start, self._local_stop):
             forward_input = self.sequence[index](forward_input)
         return forward_input
@@ -164,61 +165,52 @@ class PipelineModule(nn.Module):
     # ---- where layers are
 
     def partitions(self) -> Sequence[int]:
-        """Where each stage begins, and where the last ends."""
+        """Return where each stage begins, and where the last ends."""
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage of a layer."""
+        """Return the stage of a layer."""
         if not 0 <= layer_idx < len(self._layer_specs):
             raise ArgumentError(f"there is no layer {layer_idx}: there are {len(self._layer_specs)}")
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
 
     def topology(self) -> ProcessTopology:
-        """Where ranks are."""
+        """Return where ranks are."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
-        """This rank's place, and its groups."""
+        """Return this rank's place, and its groups."""
         return self._grid
 
     def num_pipeline_stages(self) -> int:
-        """How many stages there are."""
+        """Return how many stages there are."""
         return self.num_stages
 
     # ---- what the engine does by itself, or DeepSpeed alone
 
-    def allreduce_tied_weight_gradients(self) -> None:
-        """Nothing is left to do: a step adds up what the stages have of shared parameters' gradients."""
-
-    def get_tied_weights_and_groups(self) -> list[Any]:
-        """Weights whose gradients are yet to be added up: none."""
-        return []
-
     def get_additional_losses(self) -> None:
-        """Losses to be logged beside the one that is trained: none."""
+        """Return the losses to be logged beside the one that is trained: none."""
 
     def save_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise UnsupportedError."""
         raise refused(
-            "PipelineModule.save_state_dict",
+            "PipelineModule's own file of each layer",
             "a checkpoint has layers by name, not a pickle for each",
-            "call engine.save_checkpoint",
+            "call engine.save_checkpoint and engine.load_checkpoint",
         )
 
-    def load_state_dir(self, *_: Any, **__: Any) -> NoReturn:
-        raise refused(
-            "PipelineModule.load_state_dir",
-            "a checkpoint has layers by name, not a pickle for each",
-            "call engine.load_checkpoint",
-        )
+    load_state_dir = save_state_dict
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
     if topology is None:
         if num_stages is None:
-            raise SpecError("must provide num_stages or topology")
+            raise SpecError("a pipeline of how many stages is not said: give num_stages or topology")
         ranks = dist.get_world_size()
         if num_stages < 1 or ranks % num_stages:
-            raise SpecError(f"num_stages ({num_stages}) must divide distributed world size ({ranks})")
+            raise SpecError(
+                f"num_stages={num_stages} stages cannot share {ranks} ranks evenly: choose a divisor"
+            )
         return PipeDataParallelTopology(num_stages, ranks // num_stages)
     for axis in topology.get_axis_names():
         if axis not in ("pipe", "data") and topology.get_dim(axis) > 1:

@@ -9,8 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from polyreme.compat.deepspeed.refusal import absent
+from polyreme.compat.deepspeed.lazy import lazily
 from polyreme.compat.deepspeed.runtime.utils import call_to_str
+
+__getattr__ = lazily(__name__)
 
 
 class PipeInstruction:
@@ -77,72 +79,47 @@ class PipeSchedule(ABC):
     """The steps of stage `stage_id` of `stages` for `micro_batches`; iterates over lists of instructions."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
-        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
+        self.micro_batches = self.num_micro_batches = micro_batches
+        self.stages = self.num_stages = stages
+        self.stage_id = self.stage = stage_id
         self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+        self.is_first_stage, self.is_last_stage = stage_id == 0, stage_id == stages - 1
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of each step."""
+        """Return the instructions of each step."""
 
     def num_pipe_buffers(self) -> int:
-        """How many micro-batches the stage has buffers for at once."""
+        """Return how many micro-batches the stage has buffers for at once."""
         return self.micro_batches
-
-    @property
-    def stage(self) -> int:
-        return self.stage_id
-
-    @property
-    def num_stages(self) -> int:
-        return self.stages
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.micro_batches
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.stage_id == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.stage_id == self.stages - 1
 
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
         return self.steps()
 
-    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
-        return 0 <= micro_batch_id < self.micro_batches
-
-    def _valid_stage(self, stage_id: int) -> bool:
-        return 0 <= stage_id < self.stages
-
-    def _buffer_idx(self, micro_batch_id: int) -> int:
-        """The buffer of a micro-batch: they are taken in turns."""
-        return micro_batch_id % self.num_pipe_buffers()
-
     def _if(self, holds: bool, kind: type[BufferOpInstruction], micro: int) -> list[PipeInstruction]:
-        """The instruction for a micro-batch, if the condition holds and there is such a micro-batch."""
-        return [kind(self._buffer_idx(micro))] if holds and self._valid_micro_batch(micro) else []
+        """Return the instruction for a micro-batch, whose buffers are taken in turns, if the condition holds
+        and there is such a micro-batch."""
+        there = holds and 0 <= micro < self.micro_batches
+        return [kind(micro % self.num_pipe_buffers())] if there else []
+
+    def _forward(self, micro: int) -> list[PipeInstruction]:
+        reads = self.is_first_stage or self.is_last_stage
+        return [*self._if(reads, LoadMicroBatch, micro), *self._if(True, ForwardPass, micro)]
 
 
 class InferenceSchedule(PipeSchedule):
     """Forwards alone: a stage is as many steps behind the first as its number says."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        for step in range(self.micro_batches + self.stages - 1):
-            micro = step - self.stage_id
+        for micro in range(-self.stage_id, self.micro_batches + self.stages - 1 - self.stage_id):
             send = self._if(not self.is_last_stage, SendActivation, micro - 1)
             receive = self._if(not self.is_first_stage, RecvActivation, micro)
-            yield [
-                *self._if(self.is_first_stage or self.is_last_stage, LoadMicroBatch, micro),
-                # neighbours wait for each other unless one of them sends first
-                *(receive + send if self.stage_id % 2 else send + receive),
-                *self._if(True, ForwardPass, micro),
-            ]
+            # neighbours wait for each other unless one of them sends first
+            messages = receive + send if self.stage_id % 2 else send + receive
+            yield [*messages, *self._forward(micro)]
 
     def num_pipe_buffers(self) -> int:
-        """One that is sent, and one that is computed."""
+        """Return one that is sent, and one that is computed."""
         return 2
 
 
@@ -151,54 +128,33 @@ class TrainSchedule(PipeSchedule):
     2 stages - 1 - s + 2m."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        count = 2 * (self.micro_batches + self.stages - 1)
-        before = -1
-        for step in range(count):
-            micro, forward = self._step_to_micro_batch(step)
-            if forward:
-                done: list[PipeInstruction] = [
-                    *self._if(not self.is_first_stage, SendGrad, before),
-                    *self._if(not self.is_first_stage, RecvActivation, micro),
-                    *self._if(self.is_first_stage or self.is_last_stage, LoadMicroBatch, micro),
-                    *self._if(True, ForwardPass, micro),
-                ]
+        inner, outer, before = not self.is_first_stage, not self.is_last_stage, -1
+        for step in range(count := 2 * (self.micro_batches + self.stages - 1)):
+            if (step - self.stage_id) % 2 == 0:
+                micro = (step - self.stage_id) // 2
+                messages = [*self._if(inner, SendGrad, before), *self._if(inner, RecvActivation, micro)]
+                computed = self._forward(micro)
             else:
-                done = [
-                    *self._if(not self.is_last_stage, RecvGrad, micro),
-                    *self._if(not self.is_last_stage, SendActivation, before),
-                    *self._if(True, BackwardPass, micro),
-                ]
-            if step == count - 1:
-                done += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+                micro = (step + self.stage_id + 1) // 2 - self.stages
+                messages = [*self._if(outer, RecvGrad, micro), *self._if(outer, SendActivation, before)]
+                computed = self._if(True, BackwardPass, micro)
+            ends = [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if step == count - 1 else []
+            yield [*messages, *computed, *ends]
             before = micro
-            yield done
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches whose backward is yet to come, at most, and never fewer than two."""
+        """Return how many micro-batches' backward is yet to come, at most, and never fewer than two."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
-
-    def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
-        """The micro-batch of a step, which may not be there, and whether the step is its forward."""
-        since = step_id - self.stage_id
-        if since % 2 == 0:
-            return since // 2, True
-        return (step_id + self.stage_id + 1) // 2 - self.stages, False
 
 
 class DataParallelSchedule(PipeSchedule):
     """Accumulation on a single stage."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        for step in range(self.micro_batches):
-            ends = [ReduceGrads(), OptimizerStep()] if step == self.micro_batches - 1 else []
+        for micro in range(self.micro_batches):
+            ends = [ReduceGrads(), OptimizerStep()] if micro == self.micro_batches - 1 else []
             yield [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0), *ends]
 
     def num_pipe_buffers(self) -> int:
+        """Return one: each micro-batch ends before the next begins."""
         return 1
-
-
-DualPipeVSchedule = absent(
-    "deepspeed.runtime.pipe.schedule.DualPipeVSchedule",
-    "no schedule has two stages in a V on each rank",
-    'use PipelineModule, or write pipeline.schedule = "interleaved" or "zb-h1" in a config of ours',
-)

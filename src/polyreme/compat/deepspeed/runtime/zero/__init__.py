@@ -1,4 +1,4 @@
-"""DeepSpeed's names around ZeRO, over Polyreme's own."""
+"""The package `deepspeed.zero`, whose names are Polyreme's own underneath."""
 
 from polyreme.compat.deepspeed.lazy import lazily
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import (

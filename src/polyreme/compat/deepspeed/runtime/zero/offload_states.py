@@ -1,4 +1,4 @@
-"""DeepSpeed's `offload_states` and `reload_states`, over `Engine.sleep` and `wake`."""
+"""The engine's `offload_states` and `reload_states`, by `polyreme.Engine.sleep` and `wake`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError
 from polyreme.compat.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from polyreme.compat.deepspeed.utils.logging import logger
-from polyreme.zero.bucket import Kind
+from polyreme.zero.bucket import MemoryKind
 
 if TYPE_CHECKING:
     from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 
-_KINDS: dict[OffloadStateTypeEnum, Kind] = {
+_KINDS: dict[OffloadStateTypeEnum, MemoryKind] = {
     OffloadStateTypeEnum.optim_states: "states",
     OffloadStateTypeEnum.hp_params: "masters",
     OffloadStateTypeEnum.lp_params: "params",
@@ -21,7 +21,7 @@ _KINDS: dict[OffloadStateTypeEnum, Kind] = {
     OffloadStateTypeEnum.contiguous_grad_buffer: "gradients",
 }
 SINCE = "engine.sleep(), or offload_states() on the DeepSpeed door: call engine.wake(), or reload_states()"
-"""What errors say of what is away, and how it comes back."""
+"""The words that errors have for the call that moved states away, and for the one that returns them."""
 
 
 def offload(
@@ -31,34 +31,36 @@ def offload(
     pin_memory: bool = True,
     non_blocking: bool = False,
 ) -> None:
-    """Have these states of an engine, or all, be in host memory until `reload`, between two steps. All ranks
-    must call. It returns when they are there, `non_blocking` or not.
+    """Move the engine's states named in `include`, or all, to host memory until `reload`, between two steps.
+    All ranks must call. The states are there when this returns, `non_blocking` or not.
 
-    Raises ArgumentError for a device that is none of DeepSpeed's, or "nvme"; OrderError where parameters are
-    off the device already, or there is no optimizer."""
+    Raises ArgumentError for a device other than "cpu" and "none", and OrderError if the config keeps
+    parameters off the device, or the engine has no optimizer."""
     _check(engine)
     if engine.zero_offload_param() is not None:
         raise OrderError(
-            "Moving states across devices is not supported for offloaded parameters: leave "
-            "zero_optimization.offload_param out, or the call"
+            "offload_states() beside zero_optimization.offload_param, which has parameters off the device "
+            "all the time: leave one of them out"
         )
     if device not in ("none", "cpu"):
         raise ArgumentError(
-            f"offload_states(device={str(device)!r}): NVMe offload is not supported for offloading states, "
-            'which go to "cpu"; zero_optimization.offload_optimizer keeps them in files all the time'
+            f"offload_states(device={str(device)!r}), and states go to host memory between steps: write "
+            '"cpu", or zero_optimization.offload_optimizer to keep them in files all the time'
         )
     if device == "none":
-        logger.warning("No device specified for offloading states.")
+        logger.warning('offload_states(device="none") moves nothing: write "cpu"')
     elif kinds := {kind for state, kind in _KINDS.items() if include is None or state in include}:
         engine.polyreme.sleep(*kinds, pin=pin_memory, since=SINCE)
 
 
 def reload(engine: DeepSpeedEngine, non_blocking: bool = False) -> None:
-    """Have all that `offload` took away on the device again; it returns when it is there."""
+    """Move all that `offload` took to the host back to the device; it is there when this returns."""
     _check(engine)
     engine.polyreme.wake()
 
 
 def _check(engine: DeepSpeedEngine) -> None:
     if engine.optimizer is None:
-        raise OrderError("Moving states across devices is not supported without an optimizer")
+        raise OrderError(
+            "offload_states() or reload_states() of an engine that has no optimizer: give it one"
+        )

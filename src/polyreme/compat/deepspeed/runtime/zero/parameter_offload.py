@@ -1,5 +1,5 @@
-"""What DeepSpeed's optimizer of stage 3 shows of how parameters come and go, for libraries that take its
-hooks away while they generate. Here parameters that are whole in `GatheredParameters` need none taken."""
+"""The object by which libraries remove the hooks of DeepSpeed's stage 3 while a model generates. Here it has
+no hooks to remove: inside of `GatheredParameters` parameters stay whole all the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class DeepSpeedZeRoOffload:
-    """The module, and no hooks."""
+    """A module with empty lists of hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -18,9 +18,10 @@ class DeepSpeedZeRoOffload:
         self.backward_hooks: list[RemovableHandle] = []
 
     def _register_deepspeed_module(self, module: nn.Module, count: list[int] | None = None) -> None:
-        """Do nothing: the engine's hooks are there."""
+        """Do nothing: the engine's hooks were never removed."""
 
 
 def external_parameters() -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that a module uses without having them: none are noted, as each is gathered where it is used."""
+    """Return an empty iterator, in place of the parameters that a module uses and another one has: they need
+    not be known here, as each is gathered where it is used."""
     return iter(())

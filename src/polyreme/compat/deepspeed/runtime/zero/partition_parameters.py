@@ -1,8 +1,8 @@
-"""DeepSpeed's names around partitioned parameters: `zero.Init`, `zero.GatheredParameters`, and the tags of
-parameters.
+"""DeepSpeed's names around partitioned parameters: `zero.Init`, `zero.GatheredParameters`, and the attributes
+that DeepSpeed gives parameters.
 
-Those made under `Init` are divided by `polyreme.zero.divided` until `initialize`, others are whole; from then
-on Polyreme's engine has them."""
+Until `initialize`, parameters made under `Init` are divided by `polyreme.zero.divided`, and others are whole;
+from then on Polyreme's engine has them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 import polyreme
 from polyreme.compat.deepspeed.comm.initialize import init_distributed
-from polyreme.compat.deepspeed.refusal import GatherError, refused
+from polyreme.compat.deepspeed.refusal import CallError, GatherError, refused
 from polyreme.compat.deepspeed.runtime.zero.parameter_offload import external_parameters
 from polyreme.errors import ModelError
 from polyreme.layout.region import MASTER
@@ -29,14 +29,8 @@ from polyreme.step.user.equal_part import EqualPart
 from polyreme.zero.divided import building, divide, gathered, share_of
 from polyreme.zero.parameter import TrainedParameter, engine_of, state_of
 
-_orig_torch_arange = torch.arange
-_orig_torch_empty = torch.empty
-_orig_torch_zeros = torch.zeros
-_orig_torch_ones = torch.ones
-_orig_torch_full = torch.full
-_orig_torch_eye = torch.eye
-_orig_torch_randn = torch.randn
-_orig_torch_tensor = torch.tensor
+_MAKERS = ("arange", "empty", "zeros", "ones", "full", "eye", "randn", "tensor")
+globals().update({f"_orig_torch_{name}": getattr(torch, name) for name in _MAKERS})
 _IDS = count()
 _WAY = (
     " (under zero.Init): do it inside `with deepspeed.zero.GatheredParameters(parameter):` (with "
@@ -58,7 +52,7 @@ INIT_OPTIONS = {
 
 
 class ZeroParamType(Enum):
-    """How a parameter is held: whole on each rank, in parts, or by another rank."""
+    """The ways in which a parameter can be held: whole on each rank, in parts, or by another rank."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -66,7 +60,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter's numbers are there, or in parts on the ranks, or on their way."""
+    """The states of a parameter: its numbers are there, in parts on the ranks, or on their way."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -77,12 +71,12 @@ TAGS = (
     *("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_active_sub_modules", "ds_status"),
     *("ds_tensor", "partition_numel"),
 )
-"""What is added to a parameter."""
+"""The attributes that a parameter is given."""
 
 
 def tag(engine: polyreme.Engine, module: nn.Module) -> None:
-    """Give each parameter that an engine has DeepSpeed's attributes, as long as it has it: ds_id, ds_shape,
-    ds_numel, ds_status, ds_persist, ds_tensor."""
+    """Give each parameter of `module` DeepSpeed's attributes (ds_id, ds_shape, ds_numel, ds_status,
+    ds_persist, ds_tensor) for as long as `engine` has it."""
     engine.patches.attribute(module, "ds_external_parameters", external_parameters)
     engine.patches.call(partial(_untag, module))
     for parameter in module.parameters():
@@ -92,19 +86,20 @@ def tag(engine: polyreme.Engine, module: nn.Module) -> None:
 
 
 def _untag(module: nn.Module) -> None:
-    """Take the attributes off the parameters that are ordinary ones again."""
+    """Remove DeepSpeed's attributes from the parameters that are ordinary ones again."""
     for parameter in module.parameters():
         for name in TAGS if type(parameter) is nn.Parameter else ():
             vars(parameter).pop(name, None)
 
 
 def _divided(parameter: Any) -> None:
-    """The same for one that is divided, and ds_tensor: this rank's part, flat."""
+    """Give a parameter that is divided before `initialize` DeepSpeed's attributes; `ds_tensor` is this rank's
+    part, flat."""
     _tag(parameter, ZeroParamStatus.NOT_AVAILABLE)
     if (share := share_of(parameter)) is not None:
-        share.part.ds_numel = share.part.numel()  # type: ignore[attr-defined]
-        vars(parameter)["ds_tensor"] = share.part
-        parameter.partition_numel = share.part.numel
+        share.shard.ds_numel = share.shard.numel()  # type: ignore[attr-defined]
+        vars(parameter)["ds_tensor"] = share.shard
+        parameter.partition_numel = share.shard.numel
 
 
 def _tag(parameter: Any, status: ZeroParamStatus) -> None:
@@ -119,20 +114,21 @@ def _tag(parameter: Any, status: ZeroParamStatus) -> None:
 
 
 def _status(parameter: TrainedParameter) -> ZeroParamStatus:
-    """Whether an engine has the numbers of a parameter that is tagged whole now."""
+    """Return AVAILABLE if a parameter that an engine has is whole on this rank now, else NOT_AVAILABLE."""
     if "ds_id" not in vars(parameter):
         raise AttributeError("ds_status of a parameter that is not divided")
     return ZeroParamStatus.AVAILABLE if state_of(parameter).there else ZeroParamStatus.NOT_AVAILABLE
 
 
 def _partition_numel(parameter: TrainedParameter) -> int:
-    """How many numbers of a parameter that an engine has are on each rank in the mean, rounded up."""
+    """Return a parameter's number of elements over the number of data-parallel ranks, rounded up."""
     return -(-parameter.ds_numel // engine_of(parameter).mesh.dp.size)  # type: ignore[attr-defined]
 
 
 def _part(parameter: TrainedParameter) -> Tensor:
-    """This rank's part of a parameter: the memory of one that is divided before `initialize`; afterwards what
-    reads and writes the engine's numbers, on all ranks alike."""
+    """Return this rank's part of a parameter. Before `initialize` it is the memory of one that is divided;
+    afterwards a view by which all ranks alike read and write the engine's numbers. Raises AttributeError for
+    a parameter that is whole, or divided by tensor parallelism, too."""
     engine, own = engine_of(parameter), vars(parameter)
     if "ds_tensor" in own:
         part: Tensor = own["ds_tensor"]
@@ -146,12 +142,12 @@ def _part(parameter: TrainedParameter) -> Tensor:
 
 
 def _set_part(parameter: TrainedParameter, value: Tensor) -> None:
-    """Set this rank's part; `parameter.ds_tensor += x` comes here when it has."""
+    """Copy `value` into this rank's part. `parameter.ds_tensor += x` has done so when it assigns the part."""
     if not isinstance(value, EqualPart):
         _part(parameter).copy_(value)
 
 
-# an engine tells by the class of a parameter
+# properties of the class, so that they tell what an engine does with a parameter now
 TrainedParameter.ds_status = property(_status)  # type: ignore[attr-defined]
 TrainedParameter.partition_numel = _partition_numel  # type: ignore[attr-defined]
 TrainedParameter.ds_tensor = property(_part, _set_part)  # type: ignore[attr-defined]
@@ -159,14 +155,14 @@ EqualPart.ds_numel = property(Tensor.numel)  # type: ignore[attr-defined]
 
 
 def is_zero_param(parameter: object) -> bool:
-    """Whether a parameter has DeepSpeed's attributes."""
+    """Return whether a parameter has DeepSpeed's attributes."""
     return hasattr(parameter, "ds_id")
 
 
 class Init(AbstractContextManager["Init"]):
-    """`with zero.Init(...):` around the code that builds a model: as soon as a module is made, each rank
-    keeps of its parameters a part, of rank 0's numbers. All ranks must build alike. Tensors of floating point
-    are made in `dtype`, or in torch's default; parts are in the host's memory."""
+    """A context in which a model is built: `with zero.Init(...):`. As soon as a module is made, its
+    parameters take rank 0's numbers, and each rank keeps a part of them, in the host's memory. Floating-point
+    tensors are made in `dtype`, or in torch's default. All ranks must build the same model."""
 
     def __init__(
         self,
@@ -178,10 +174,12 @@ class Init(AbstractContextManager["Init"]):
         config_dict_or_path: Any = None,
         **options: Any,
     ) -> None:
-        """module: one that is built already, to be divided. `options`: `enabled` and `dtype`; others are
-        DeepSpeed's own and change nothing here."""
+        """Divide the parameters of `module`, if it is given, or prepare the context. `options`: `enabled` and
+        `dtype`; DeepSpeed's others change nothing here. Raises TypeError for an option that it has not."""
         if unknown := sorted(options.keys() - INIT_OPTIONS):
-            raise TypeError(f"zero.Init() got an unexpected keyword argument {unknown[0]!r}")
+            raise TypeError(
+                f"zero.Init({unknown[0]}=...) is no option of DeepSpeed's: leave it out, or correct its name"
+            )
         self._enabled = bool(options.get("enabled", True))
         self._dtype: torch.dtype | None = options.get("dtype")
         self._stack = ExitStack()
@@ -207,9 +205,9 @@ class Init(AbstractContextManager["Init"]):
 
 
 class GatheredParameters(AbstractContextManager[None]):
-    """`with zero.GatheredParameters(params, modifier_rank=0):` has the parameters whole on every rank, and at
-    its end gives all ranks what that rank made of them. Every rank must enter. Others in their buckets come
-    with them."""
+    """A context in which parameters are whole on every rank: `with zero.GatheredParameters(params):`. With
+    `modifier_rank=0` all ranks get rank 0's changes where it ends; without, a change raises GatherError.
+    Every rank must enter. Parameters that share a bucket with one of these become whole, too."""
 
     def __init__(
         self,
@@ -225,16 +223,14 @@ class GatheredParameters(AbstractContextManager[None]):
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        engines: list[tuple[Any, list[Any]]] = []
+        owned: dict[int, tuple[Any, list[Any]]] = {}
         for parameter in self._params:
-            if self._modifier is None and state_of(parameter).there:
-                continue  # whole already, as a head is inside a forward, where a fused loss reads it
-            if (engine := engine_of(parameter)) is None:
-                continue
-            if not any(engine is each for each, _ in engines):
-                engines.append((engine, []))
-            next(mine for each, mine in engines if each is engine).append(parameter)
-        for engine, mine in engines:
+            engine = engine_of(parameter)
+            # whole already, as a head is inside a forward, where a fused loss reads it
+            whole = self._modifier is None and state_of(parameter).there
+            if engine is not None and not whole:
+                owned.setdefault(id(engine), (engine, []))[1].append(parameter)
+        for engine, mine in owned.values():
             self._stack.enter_context(
                 engine.full_parameters(self._modifier is not None, mine, self._modifier or 0)
             )
@@ -250,7 +246,7 @@ class GatheredParameters(AbstractContextManager[None]):
         except ModelError as refusal:
             if kind is not None:
                 raise
-            raise GatherError(f"in-place modification inside of GatheredParameters: {refusal}") from refusal
+            raise GatherError(f"a change inside of GatheredParameters would be lost: {refusal}") from refusal
 
     def _tag(self, status: ZeroParamStatus) -> None:
         for parameter in self._params:
@@ -259,35 +255,20 @@ class GatheredParameters(AbstractContextManager[None]):
 
 
 def _parameters(params: Any) -> Iterable[Any]:
-    """Each parameter of a collection, once."""
-    seen: set[int] = set()
-    for each in params.values() if isinstance(params, dict) else params:
-        if id(each) not in seen:
-            seen.add(id(each))
-            yield each
+    """Return the parameters of a list, or of a dictionary by name, each once."""
+    every = params.values() if isinstance(params, dict) else params
+    return {id(each): each for each in every}.values()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: a module may use any parameter of the model, as each is gathered where it is used, or the
-    engine says that it cannot be."""
+    """Do nothing but raise CallError for what is no parameter. A module may use parameters of other modules
+    without saying so: each is gathered where it is used, or the engine says why it cannot be."""
     if not isinstance(parameter, nn.Parameter):
-        raise RuntimeError("Parameter is not a torch.nn.Parameter")
+        raise CallError(f"{type(parameter).__name__} is no parameter of a model: give a torch.nn.Parameter")
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing; see `register_external_parameter`."""
-
-
-def zero_wrapper_for_fp_tensor_constructor(
-    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype
-) -> Callable[..., Tensor]:
-    """`fn`, whose tensors of floating point have the dtype `target_fp_dtype`."""
-
-    def made(*args: Any, **kwargs: Any) -> Tensor:
-        tensor = fn(*args, **kwargs)
-        return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
-
-    return made
 
 
 def shutdown_init_context() -> None:
@@ -299,19 +280,20 @@ def restore_init_context() -> None:
 
 
 class MultipleAllGatherHandles:
-    """Several handles that are waited for as one."""
+    """A handle that waits for several others."""
 
     def __init__(self, handles: Iterable[Any]) -> None:
         self.handles = list(handles)
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Wait for each."""
+        """Wait for all of them."""
         for handle in self.handles:
             handle.wait(handle_dependency=handle_dependency)
 
 
 class _Held:
-    """Parameters that `all_gather` has made whole, until `partition` was called of `left` more of them."""
+    """The parameters that one call of `all_gather` made whole. They are divided again once `partition` was
+    called for each; `left` counts those for which it was not."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self.left, self.context = len(parameters), GatheredParameters(parameters)
@@ -325,8 +307,8 @@ _HOLDS = ("all_gather", "all_gather_coalesced", "partition")
 def _all_gather(
     parameter: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0, **_: Any
 ) -> MultipleAllGatherHandles:
-    """Have the parameters of the list, or this one, whole on every rank until `partition`; they are there
-    when it returns. All ranks must call."""
+    """Make the parameters of `param_list`, or this one, whole on every rank until `partition` is called. They
+    are there when this returns, `async_op` or not. All ranks must call."""
     given = [each for each in _parameters(param_list or [parameter]) if each not in _HELD]
     held = _Held(given)
     for each in given:
@@ -343,9 +325,9 @@ def _partition(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """Have the parameters of the list, or this one, divided again, once this was called of all that were
-    gathered together. All ranks must call. Raises GatherError where one was changed, UnsupportedError where
-    that is to count, or numbers are to stay."""
+    """Divide the parameters of `param_list`, or this one, again, as soon as this was called for all that were
+    gathered together. All ranks must call. Raises GatherError if one was changed, and UnsupportedError for
+    `has_been_updated` or a false `free_data`."""
     if has_been_updated or not free_data:
         raise refused(
             f"parameter.partition(has_been_updated={has_been_updated}, free_data={free_data})",
@@ -363,7 +345,8 @@ def _partition(
 
 
 def _bound(name: str, parameter: Any) -> Callable[..., Any]:
-    """The method of a parameter that is divided. It keeps no parameter, which may have it."""
+    """Return the method `name` of a divided parameter, with a weak reference to it, as the parameter may hold
+    the method."""
     known = ref(parameter)
     method = _partition if name == "partition" else _all_gather
     return lambda *args, **kwargs: method(known(), *args, **kwargs)

@@ -1,1 +1,0 @@
-"""DeepSpeed's `compile`: the section of a config."""

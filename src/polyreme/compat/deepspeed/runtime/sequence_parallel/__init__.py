@@ -1,1 +1,0 @@
-"""DeepSpeed's `runtime.sequence_parallel`."""

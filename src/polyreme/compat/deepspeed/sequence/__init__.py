@@ -1,1 +1,0 @@
-"""DeepSpeed's sequences divided between ranks: names that scripts import."""

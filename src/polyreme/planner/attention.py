@@ -1,0 +1,108 @@
+"""Attention of models without numbers, by the operator that the device of the run would choose, so that
+autograd keeps what it keeps there: on the meta device torch itself falls back to products of whole matrices
+of scores.
+
+Invariant: shapes, dtypes and strides alone decide, by the rules of torch's kernels. No communication."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
+FLASH_WIDTH = 256
+"""The widest head that flash attention takes on a GPU."""
+
+
+@contextmanager
+def attention_of(computes_on: str) -> Iterator[None]:
+    """Context in which attention on meta tensors is that of a device of type `computes_on`."""
+    own, attend = F.scaled_dot_product_attention, _on_cpu if computes_on == "cpu" else _on_gpu
+
+    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = attend(query, *args, **kwargs) if query.is_meta else None
+        return own(query, *args, **kwargs) if found is None else found
+
+    # not a mode for torch's functions, which has no part in a recomputation
+    with patch.object(F, "scaled_dot_product_attention", attention):
+        yield
+
+
+def _on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return the result of flash attention; None where the CPU multiplies whole matrices."""
+    if dropout_p > 0 or not _fits(query, key, value) or (attn_mask is not None and attn_mask.requires_grad):
+        return None
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        return None
+    mask = None if attn_mask is None else _added(attn_mask, query.dtype)
+    found: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+    )[0]
+    return found
+
+
+def _on_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """Return the result of flash attention, in half precision without a mask, or of memory-efficient
+    attention; None where a GPU multiplies whole matrices."""
+    if not _fits(query, key, value):
+        return None
+    width = query.shape[-1]
+    if attn_mask is None and query.dtype in HALVES and width <= FLASH_WIDTH:
+        if width % 8:  # torch pads heads, and cuts what it added off again
+            query, key, value = (F.pad(each, [0, 8 - width % 8]) for each in (query, key, value))
+            scale = 1 / math.sqrt(width) if scale is None else scale
+        found: Tensor = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return found[..., :width] if width % 8 else found
+    if enable_gqa and query.shape[1] != key.shape[1]:
+        return None
+    mask = None if attn_mask is None else _added(attn_mask, query.dtype)
+    if mask is not None:
+        mask = mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+    keeps = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    result = aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+    )
+    return cast(Tensor, result[0])
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether a fused kernel takes tensors of these shapes, dtypes and strides."""
+    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    there = all(each.dim() == 4 and each.stride(-1) == 1 and each.numel() > 0 for each in (query, key, value))
+    return alike and there and query.shape[0] == key.shape[0]
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask
+    zero, never = (torch.scalar_tensor(each, dtype=dtype, device=mask.device) for each in (0.0, -math.inf))
+    return torch.where(mask, zero, never)

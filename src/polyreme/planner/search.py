@@ -1,0 +1,260 @@
+"""Choose what a config leaves open ("auto"): of all layouts that fit, the fastest or the cheapest.
+
+Invariant: whether a layout fits and how long its step takes is only what a dry run and the time model say
+(`Judge`). One is left out unjudged only where it cannot be better: where a layout that takes no more memory
+by any key does not fit, or where the arithmetic alone takes longer than whole steps of enough others. Not
+more than `tries` are judged; `Found.unjudged` counts the others. No communication."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+from polyreme.config import Config
+from polyreme.config.validate import divisors
+from polyreme.errors import ConfigError, PolyremeError, Problem
+
+TRIES = 64
+"""The most layouts that are judged."""
+BEST = 10
+"""Layouts that are kept apart as the best ones."""
+VIRTUAL = (2, 4, 8)
+"""Stages of a rank to try with the interleaved schedule."""
+REPEATED = 4 / 3
+"""The operations of a step that computes each forward twice, beside one that does not."""
+GROWTH = 10
+"""How often the number of ranks is doubled to find one that fits."""
+
+
+class Cost(NamedTuple):
+    """What a layout takes. memory: bytes of the device at their peak, on the rank that takes most. host:
+    likewise, off the device. where: the rank and the largest categories, in words. seconds: of a step. flops:
+    of the model in a step, over all ranks."""
+
+    memory: int
+    host: int
+    where: str
+    seconds: float
+    flops: float
+    details: Any = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank has. memory: bytes of its device. host: of its share of the host's memory, 0 for none to
+    use. rate: the peak of its device, in operations per second. ranks_per_host: ranks of one host."""
+
+    memory: int
+    host: int
+    rate: float
+    ranks_per_host: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One choice of everything that is open. values: by dotted key. config: resolved with them."""
+
+    values: Mapping[str, object]
+    config: Config
+    bubble: float
+    """The least share of a step that pipeline ranks wait, added to 1."""
+
+    @property
+    def work(self) -> float:
+        """How much longer than the arithmetic of the model a step takes at least."""
+        repeats = self.config.memory.activations != "keep" and self.config.memory.recompute_every == 1
+        return (REPEATED if repeats else 1.0) * self.bubble
+
+    @property
+    def lean(self) -> tuple[int, ...]:
+        """The keys that decide the memory: of two layouts with the same axes and schedule, one that is
+        nowhere smaller takes no less."""
+        memory, config = self.config.memory, self.config
+        return (
+            int(config.batch.micro),
+            int(memory.activations == "keep"),
+            -int(config.zero.stage),
+            int(memory.states == "device"),
+            int(memory.params == "device"),
+        )
+
+    @property
+    def frame(self) -> tuple[object, ...]:
+        """The axes and the schedule."""
+        pipeline = self.config.pipeline
+        return (*self.config.axes.values(), pipeline.schedule, pipeline.virtual)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A layout and its cost. why: the reason why it cannot run; "" if it can."""
+
+    layout: Layout
+    cost: Cost | None
+    why: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; infinite where it cannot run."""
+        return math.inf if self.why or self.cost is None else self.cost.seconds
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search. best: those that fit, fastest first. failed: those that do not, the nearest
+    first. left_out: layouts that cannot be better. unjudged: those for which there were no tries left."""
+
+    best: Sequence[Judged]
+    failed: Sequence[Judged] = field(default=())
+    left_out: int = 0
+    unjudged: int = 0
+
+
+Judge = Callable[[Config], Cost]
+"""Makes a dry run of a resolved config. Raises PolyremeError for one that the model does not allow."""
+
+
+def layouts(config: Config, ranks: int, limits: Limits, blocks: int) -> Iterator[Layout]:
+    """Yield every layout of `ranks` ranks that `config` allows. blocks: the model's, which stages share."""
+    searched = {*config.searched}
+    fixed = config.chosen({})
+    hosts = math.gcd(ranks, limits.ranks_per_host)
+
+    def open_to(key: str, values: Sequence[object]) -> Sequence[object]:
+        return values if key in searched else (fixed.value(key),)
+
+    places = ("device", "host") if limits.host else ("device",)
+    stages = (1, 2, 3) if fixed.value("zero.stage") == "auto" else (fixed.value("zero.stage"),)
+    any_schedule = fixed.value("pipeline.schedule") == "auto" and ("pipeline.virtual" in searched)
+    axes = product(open_to("mesh.tp", divisors(hosts)), open_to("mesh.pp", divisors(ranks)))
+    for tp, pp in axes:
+        assert isinstance(tp, int) and isinstance(pp, int)
+        if ranks % (tp * pp) or pp > max(blocks, 1):
+            continue
+        schedules: list[dict[str, object]] = [{}]
+        if any_schedule and pp > 1:
+            schedules += [
+                {"pipeline.schedule": "interleaved", "pipeline.virtual": v}
+                for v in VIRTUAL
+                if pp * v <= blocks
+            ]
+        keep = open_to("memory.activations", ("keep", "recompute"))
+        for schedule, stage, states, params, activations in product(
+            schedules, stages, open_to("memory.states", places), open_to("memory.params", places), keep
+        ):
+            values = {
+                "mesh.tp": tp, "mesh.pp": pp, "zero.stage": stage, "memory.states": states,
+                "memory.params": params, "memory.activations": activations, **schedule,
+            }  # fmt: skip
+            yield from _with_micro(
+                config, ranks, {k: v for k, v in values.items() if k in searched or v != fixed.value(k)}
+            )
+
+
+def _with_micro(config: Config, ranks: int, values: Mapping[str, object]) -> Iterator[Layout]:
+    """Yield the layouts with these values and each size of micro-batches that is possible."""
+    chosen = config.chosen(values)
+    if chosen.problems(ranks):
+        return
+    resolved = chosen.resolve(ranks)
+    micros = [int(resolved.batch.micro)]
+    if chosen.batch.micro == "auto":
+        micros = divisors(resolved.share)[::-1]
+    for micro in micros:
+        given = chosen.chosen({"batch.micro": micro})
+        if given.problems(ranks):
+            continue
+        found = given.resolve(ranks)
+        stages = found.pipeline.virtual if found.schedule == "interleaved" else 1
+        waits = (found.mesh.pp - 1) / (stages * found.accumulation)
+        zero_bubble = found.schedule in ("zb-h1", "zb-v", "1f1b-w")
+        yield Layout({**values, "batch.micro": micro}, found, 1.0 if zero_bubble else 1.0 + waits)
+
+
+def search(
+    config: Config, ranks: int, limits: Limits, judge: Judge, blocks: int, tries: int = TRIES
+) -> Found:
+    """Judge the layouts of a config on `ranks` ranks, those with the least arithmetic first, until no other
+    can be among the best. Raises ConfigError where the config itself cannot run."""
+    todo = sorted(layouts(config, ranks, limits, blocks), key=_order)
+    if not todo:
+        none = Problem(
+            "ranks", ranks, f"no layout of {', '.join(config.searched)} divides them", "give others"
+        )
+        raise ConfigError(config.problems(ranks) or [none])
+    fits: list[Judged] = []
+    failed: list[Judged] = []
+    left_out = judged = 0
+    for place, layout in enumerate(todo):
+        too_large = any(_dominates(other.layout, layout) for other in failed if other.cost is not None)
+        if too_large or _too_slow(layout, fits, ranks, limits):
+            left_out += 1
+        elif judged == tries:
+            return Found(fits, _nearest(failed), left_out, len(todo) - place)
+        else:
+            judged += 1
+            found = _judged(layout, limits, judge)
+            (failed if found.why else fits).append(found)
+            fits.sort(key=lambda each: each.seconds)
+    return Found(fits, _nearest(failed), left_out)
+
+
+def _order(layout: Layout) -> tuple[float, ...]:
+    """The least arithmetic first; then few ranks that share a layer or a line, nothing off the device, and
+    large micro-batches."""
+    mesh, memory = layout.config.mesh, layout.config.memory
+    away = (memory.states != "device") + (memory.params != "device")
+    return (away, round(layout.work, 2), mesh.tp * mesh.pp, int(layout.config.zero.stage), -layout.lean[0])
+
+
+def _dominates(failed: Layout, other: Layout) -> bool:
+    """Return whether a layout that does not fit takes no more memory than the other."""
+    return failed.frame == other.frame and all(a <= b for a, b in zip(failed.lean, other.lean, strict=True))
+
+
+def _too_slow(layout: Layout, fits: Sequence[Judged], ranks: int, limits: Limits) -> bool:
+    """Return whether its arithmetic alone, at the device's peak, takes longer than the best ones' steps."""
+    if len(fits) < BEST:
+        return False
+    cost = fits[BEST - 1].cost
+    assert cost is not None
+    return cost.flops * layout.work / (ranks * limits.rate) > cost.seconds
+
+
+def _judged(layout: Layout, limits: Limits, judge: Judge) -> Judged:
+    try:
+        cost = judge(layout.config)
+    except PolyremeError as error:
+        return Judged(layout, None, " ".join(str(error).split()))
+    for what, size, most in (
+        ("the device's", cost.memory, limits.memory), ("the host's", cost.host, limits.host)
+    ):  # fmt: skip
+        if size > most and (what != "the host's" or cost.host):
+            return Judged(layout, cost, f"{size - most:,} bytes more than {what} {most:,}: {cost.where}")
+    return Judged(layout, cost)
+
+
+def _nearest(failed: Sequence[Judged]) -> list[Judged]:
+    """Those that lack the fewest bytes first, those that the model does not allow last."""
+    return sorted(failed, key=lambda each: math.inf if each.cost is None else each.cost.memory)
+
+
+def smallest(
+    config: Config, ranks: int, limits: Limits, judge: Judge, blocks: int,
+    doublings: Sequence[int] = range(1, GROWTH + 1),
+) -> tuple[int, Judged] | None:  # fmt: skip
+    """Return the smallest number of ranks, `ranks` doubled as often as needed, on which a layout fits, and
+    that layout; None where no number of `doublings` helps. Only the leanest layout of each axes is judged."""
+    for times in doublings:
+        grown = ranks << times
+        leanest: dict[tuple[object, ...], Layout] = {}
+        for layout in layouts(config, grown, limits, blocks):
+            if layout.frame not in leanest or layout.lean < leanest[layout.frame].lean:
+                leanest[layout.frame] = layout
+        for layout in sorted(leanest.values(), key=_order)[:TRIES]:
+            if not (found := _judged(layout, limits, judge)).why:
+                return grown, found
+    return None

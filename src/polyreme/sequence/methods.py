@@ -1,0 +1,242 @@
+"""Attention over a sequence whose tokens are divided over the ranks of an axis, in three ways that give the
+same numbers.
+
+`ring`: blocks of keys and values go round, one step at a time; while one is computed with, the next is under
+way. In the backward each block's gradient begins at the next rank and ends at home. `gather`: every rank has
+the keys and values of all for a while. `ulysses`: each rank gets all tokens of some of the heads.
+
+Communication, per rank, with b the elements of its keys (and of its values): `ring` 2(n-1) b forward and
+4(n-1) b backward; `gather` the same, in one collective each way; `ulysses` 2(1+g)(n-1)/n b each way, for g
+heads of queries for one of keys. All ranks must call the same operations in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from polyreme.distributed.mesh import Axis
+from polyreme.distributed.work import DONE, Work
+from polyreme.sequence.block import Incoming, Merged, attend, differentiate
+from polyreme.sequence.visible import Rule, Tokens
+
+Method = Literal["ring", "ulysses", "gather"]
+
+
+@dataclass(frozen=True)
+class Across:
+    """The ranks that share a sequence, the tokens of each, and the rule."""
+
+    axis: Axis
+    tokens: Sequence[Tokens]
+    rule: Rule
+
+    @property
+    def mine(self) -> Tokens:
+        """This rank's tokens."""
+        return self.tokens[self.axis.rank]
+
+    @cached_property
+    def whole(self) -> Across:
+        """All tokens, on one rank."""
+        place = torch.cat([each.place for each in self.tokens], 1)
+        document = torch.cat([each.document for each in self.tokens], 1)
+        key = torch.cat([each.key for each in self.tokens], 1)
+        everyone = Tokens(place, document, key, self.mine.tile)
+        return Across(Axis(self.axis.name), [everyone], self.rule)
+
+
+def attention(
+    method: Method, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across
+) -> Tensor:
+    """Return the attention of this rank's queries over the keys of all ranks, (samples, heads, tokens, width)
+    as the queries are. sinks: a score for each head that takes a share of the attention."""
+    on, dtype = query.device.type, query.dtype
+    if torch.amp.is_autocast_available(on) and torch.is_autocast_enabled(on):
+        dtype = torch.get_autocast_dtype(on)
+    query, key, value = (each.to(dtype) for each in (query, key, value))
+    if method == "ulysses" and across.axis.size > 1:
+        return _ulysses(query, key, value, sinks, across)
+    kind = _Gather if method == "gather" else _Ring
+    return kind.apply(query, key, value, sinks, across)
+
+
+# ---- keys and values together, flat, so that one exchange has both
+
+
+@dataclass(frozen=True)
+class _Pack:
+    """The shapes of keys and of values."""
+
+    key: torch.Size
+    value: torch.Size
+
+    def join(self, key: Tensor, value: Tensor) -> Tensor:
+        return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+    def split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        count = self.key.numel()
+        return flat[:count].view(self.key), flat[count:].view(self.value)
+
+
+def _round(axis: Axis, sent: Tensor, received: Tensor, of: str) -> Work:
+    """Begin to send to the next rank of the axis, and to receive from the one before."""
+    to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    out, into = [0] * axis.size, [0] * axis.size
+    out[to], into[source] = sent.numel(), received.numel()
+    return axis.all_to_all(received, sent, into, out, of)
+
+
+def _keep(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], merged: Merged, across: Across
+) -> Tensor:
+    """Return the output over all blocks, and keep what the backward needs."""
+    query, key, value, sinks = inputs
+    if sinks is not None:
+        merged.add_sinks(sinks)
+    output = merged.output.to(query.dtype)
+    ctx.save_for_backward(query, key, value, sinks, output, merged.lse)
+    ctx.across = across
+    return output
+
+
+def _begin(ctx: Any, grad: Tensor) -> tuple[Incoming, Tensor, Tensor, Tensor | None]:
+    query, key, value, sinks, output, lse = ctx.saved_tensors
+    incoming = Incoming.of(query, grad, output, lse)
+    return incoming, key, value, None if sinks is None else incoming.of_sinks(sinks)
+
+
+def _ended(incoming: Incoming, key: Tensor, grads: tuple[Tensor, Tensor], sinks: Any) -> tuple[Any, ...]:
+    dtype = key.dtype
+    return incoming.query_grad.to(dtype), grads[0].to(dtype), grads[1].to(dtype), sinks, None
+
+
+class _Ring(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across
+    ) -> Tensor:
+        axis, merged = across.axis, Merged.empty(query, value.shape[-1])
+        pack, block = _Pack(key.shape, value.shape), (key, value)
+        here = pack.join(key, value) if axis.size > 1 else key
+        for step in range(axis.size):
+            following, work = here, DONE
+            if step + 1 < axis.size:
+                following = torch.empty_like(here)
+                work = _round(axis, here, following, " of keys and values")
+            source = (axis.rank - step) % axis.size
+            attend(merged, query, *block, across.mine, across.tokens[source], across.rule)
+            work.settle()
+            if work is not DONE:
+                here, block = following, pack.split(following)
+        return _keep(ctx, (query, key, value, sinks), merged, across)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        across: Across = ctx.across
+        axis, (incoming, key, value, of_sinks) = across.axis, _begin(ctx, grad)
+        pack, mine = _Pack(key.shape, value.shape), across.mine
+        if axis.size == 1:
+            grads = differentiate(incoming, key, value, mine, mine, across.rule)
+            return _ended(incoming, key, grads, of_sinks)
+        here = pack.join(key, value)
+        following = torch.empty_like(here)
+        coming = _round(axis, here, following, " of keys and values")
+        total, arriving, home = torch.empty(0), DONE, torch.empty(0)
+        for step in range(1, axis.size + 1):
+            coming.settle()
+            here, block = following, pack.split(following)
+            if step == axis.size:
+                block, coming = (key, value), DONE
+            elif step + 1 < axis.size:
+                following = torch.empty_like(here)
+                coming = _round(axis, here, following, " of keys and values")
+            else:
+                coming = DONE
+            source = (axis.rank - step) % axis.size
+            own = differentiate(incoming, *block, mine, across.tokens[source], across.rule)
+            arriving.settle()
+            total = pack.join(*own)
+            if step > 1:
+                total += home
+            if step < axis.size:
+                home = torch.empty_like(total)
+                arriving = _round(axis, total, home, " of gradients of keys and values")
+        return _ended(incoming, key, pack.split(total), of_sinks)
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across
+    ) -> Tensor:
+        merged = Merged.empty(query, value.shape[-1])
+        for (keys, values), tokens in zip(_gathered(key, value, across), across.tokens, strict=True):
+            attend(merged, query, keys, values, across.mine, tokens, across.rule)
+        return _keep(ctx, (query, key, value, sinks), merged, across)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        across: Across = ctx.across
+        incoming, key, value, of_sinks = _begin(ctx, grad)
+        pack = _Pack(key.shape, value.shape)
+        found = [
+            pack.join(*differentiate(incoming, *block, across.mine, tokens, across.rule))
+            for block, tokens in zip(_gathered(key, value, across), across.tokens, strict=True)
+        ]
+        total = torch.empty_like(found[0])
+        across.axis.reduce_scatter(total, torch.cat(found), of=" of gradients of keys and values").settle()
+        return _ended(incoming, key, pack.split(total), of_sinks)
+
+
+def _gathered(key: Tensor, value: Tensor, across: Across) -> list[tuple[Tensor, Tensor]]:
+    """Return the keys and values of all ranks."""
+    if across.axis.size == 1:
+        return [(key, value)]
+    pack = _Pack(key.shape, value.shape)
+    return [pack.split(each) for each in across.axis.gathered(pack.join(key, value)).chunk(across.axis.size)]
+
+
+# ---- all tokens of some heads
+
+
+def _swap(axis: Axis, tensor: Tensor, to_heads: bool) -> Tensor:
+    """Give each rank its heads of all tokens, in rank order; or back: its tokens of all heads."""
+    dim, into = (1, 2) if to_heads else (2, 1)
+    sent = tensor.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
+    received = torch.empty_like(sent)
+    axis.all_to_all(received.view(-1), sent.view(-1), of=" of heads").settle()
+    return received.movedim(0, into).flatten(into, into + 1)
+
+
+class _Swap(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, to_heads: bool) -> Tensor:
+        ctx.axis, ctx.to_heads = axis, to_heads
+        return _swap(axis, tensor, to_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _swap(ctx.axis, grad, not ctx.to_heads), None, None
+
+
+def _ulysses(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across) -> Tensor:
+    axis, heads, shared = across.axis, query.shape[1], key.shape[1]
+    if shared % axis.size:
+        times = axis.size // shared if axis.size % shared == 0 else heads // shared
+        key, value = (each.repeat_interleave(times, 1) for each in (key, value))
+    mine = [_Swap.apply(each, axis, True) for each in (query, key, value)]
+    if sinks is not None:
+        each = heads // axis.size
+        sinks = sinks[axis.rank * each : (axis.rank + 1) * each]
+    output = _Ring.apply(*mine, sinks, across.whole)
+    return _Swap.apply(output, axis, False)

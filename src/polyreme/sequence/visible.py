@@ -1,0 +1,90 @@
+"""Which keys a query sees: those of its document, before it, within a window.
+
+Communication: none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+TILE = 1024
+"""Queries, and keys, whose scores are computed together."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How scores are made, and which keys of its document a query sees: causal: none after it. window: so
+    many, counted back from it, with itself; without `causal`, so far on both sides. softcap: scores are
+    bent to stay below it."""
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+
+
+Range = tuple[int, int, int, int, int, int]
+"""Of a tile: the least and largest place, the least and largest document of its queries, and of its keys."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of one rank, or of all. place: in their sequence; document: of each as a query; key: as a key,
+    -1 for padding, which none sees. Tensors of (samples, tokens). tile: tokens of a tile."""
+
+    place: Tensor
+    document: Tensor
+    key: Tensor
+    tile: int = TILE
+    _moved: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def tiles(self) -> list[slice]:
+        """The tokens of each tile."""
+        length = self.place.shape[1]
+        return [slice(at, min(at + self.tile, length)) for at in range(0, length, self.tile)]
+
+    @cached_property
+    def ranges(self) -> Sequence[Range]:
+        """What each tile has."""
+        found = []
+        for rows in self.tiles:
+            place, document, key = (each[:, rows] for each in (self.place, self.document, self.key))
+            bounds = [*place.aminmax(), *document.aminmax(), *key.aminmax()]
+            found.append(tuple(int(each) for each in bounds))
+        return found  # type: ignore[return-value]
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return places, documents and keys on a device."""
+        if device not in self._moved:
+            self._moved[device] = (self.place.to(device), self.document.to(device), self.key.to(device))
+        return self._moved[device]
+
+
+def seen(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule, device: torch.device) -> Tensor | bool:
+    """Return which keys of tile `of` each query of tile `at` sees, (samples, queries, keys); or True for all
+    of them, or False for none."""
+    low, high, first, last, _, _ = queries.ranges[at]
+    start, stop, _, _, least, most = keys.ranges[of]
+    inside = True
+    if first > most or last < least or (rule.causal and high < start):
+        return False
+    if rule.window is not None:
+        behind = rule.window - rule.causal  # the places that a query sees before its own
+        if low - stop > behind or (not rule.causal and start - high > behind):
+            return False
+        inside = high - start <= behind and (rule.causal or stop - low <= behind)
+    if first == last == least == most and inside and (not rule.causal or low >= stop):
+        return True
+    place, document, _ = (each[:, queries.tiles[at], None] for each in queries.on(device))
+    other, _, key = (each[:, None, keys.tiles[of]] for each in keys.on(device))
+    found = document == key
+    if rule.causal:
+        found &= other <= place
+    if rule.window is not None:
+        found &= (place - other if rule.causal else (place - other).abs()) <= rule.window - rule.causal
+    return found

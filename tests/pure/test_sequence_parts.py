@@ -1,0 +1,145 @@
+"""Documents of a batch, and how their tokens are divided over ranks."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from examples import examples
+from polyreme.errors import BatchError
+from polyreme.sequence.documents import find, places
+from polyreme.sequence.parts import Balance, Work, cut, padded_length
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+BALANCES: tuple[Balance, ...] = get_args(Balance)
+
+
+def numbered(lengths: list[int], total: int) -> Tensor:
+    """The document of each token of a row, the last one up to `total`."""
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return torch.cat([ids, torch.full((total - len(ids),), len(lengths))])
+
+
+def rows_of(rows: list[list[int]], ranks: int) -> Tensor:
+    total = padded_length(max(sum(row) for row in rows), ranks)
+    return torch.stack([numbered(row, total) for row in rows])
+
+
+@examples(100, deadline=None)
+@given(st.lists(LENGTHS, min_size=1, max_size=3), st.integers(1, 8), st.sampled_from(BALANCES), st.booleans())
+def test_each_token_lies_on_one_rank_and_parts_join_to_the_whole(
+    rows: list[list[int]], ranks: int, balance: Balance, causal: bool
+) -> None:
+    documents = rows_of(rows, ranks)
+    parts = cut(documents, ranks, balance, Work(causal=causal))
+    count, length = documents.shape
+    assert parts.order.shape == (count, ranks, length // ranks)
+    assert torch.equal(parts.order.flatten(1).sort(1).values, torch.arange(length).expand(count, length))
+    assert (parts.order.diff(dim=2) > 0).all()
+    whole = torch.randn(count, length, 2)
+    mine = torch.stack([parts.mine(whole, rank) for rank in range(ranks)], 1)
+    assert torch.equal(parts.joined(mine), whole)
+
+
+@examples(100, deadline=None)
+@given(st.lists(LENGTHS, min_size=1, max_size=3), st.integers(1, 8), st.sampled_from([None, 1, 5]))
+def test_what_is_chosen_is_never_worse_than_contiguous(
+    rows: list[list[int]], ranks: int, window: int | None
+) -> None:
+    documents = rows_of(rows, ranks)
+    work = Work(token=3.0, window=window)
+    chosen, plain = (cut(documents, ranks, balance, work) for balance in ("auto", "contiguous"))
+    assert chosen.load <= plain.load
+
+
+@examples(100, deadline=None)
+@given(LENGTHS, st.booleans(), st.sampled_from([None, 1, 4]))
+def test_work_counts_the_keys_that_a_query_sees(lengths: list[int], causal: bool, window: int | None) -> None:
+    documents = numbered(lengths, sum(lengths))
+    place = torch.arange(len(documents))
+    sees = documents[:, None] == documents
+    if causal:
+        sees &= place[:, None] >= place
+        if window is not None:
+            sees &= place[:, None] - place < window
+    elif window is not None:
+        return
+    found = Work(pair=2.0, token=3.0, causal=causal, window=window).of(documents[None])
+    assert torch.equal(found[0].double(), 2.0 * sees.sum(1) + 3.0)
+
+
+def test_a_document_in_zigzag_and_packed_ones_by_document_are_balanced() -> None:
+    one = torch.zeros(1, 4096, dtype=torch.long)
+    assert cut(one, 8, "contiguous", Work()).load == pytest.approx(15 / 8, abs=1e-3)
+    assert cut(one, 8, "zigzag", Work()).load == pytest.approx(1, abs=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < 32768:
+        lengths.append(int(torch.randn((), generator=generator).exp() * 600) + 1)
+    lengths[-1] -= sum(lengths) - 32768
+    packed = numbered(lengths, 32768)[None]
+    assert cut(packed, 8, "zigzag", Work()).load > 1.5
+    assert cut(packed, 8, "documents", Work()).load < 1.02
+    assert cut(packed, 8, "auto", Work()).load < 1.02
+
+
+def packed_batch(**changes: Any) -> dict[str, Any]:
+    return {"input_ids": torch.arange(6)[None], **changes}
+
+
+POSITIONS = torch.tensor([[0, 1, 0, 1, 2, 0]])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position_ids": POSITIONS},
+        {"cu_seq_lens_q": torch.tensor([0, 2, 5, 6])},
+        {"document_ids": torch.tensor([[7, 7, 3, 3, 3, 7]])},
+    ],
+)
+def test_documents_are_found_by_each_of_three_ways(changes: dict[str, Any]) -> None:
+    found = find(packed_batch(**changes), 1, 6)
+    assert found.of.tolist() == [[0, 0, 1, 1, 1, 2]]
+    assert torch.equal(found.positions, POSITIONS)
+    assert found.last.tolist() == [[False, True, False, False, True, True]]
+    assert found.several
+
+
+def test_padding_on_either_side_and_none() -> None:
+    left = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    found = find(packed_batch(attention_mask=left), 1, 6)
+    assert found.of.tolist() == [[0] * 6] and torch.equal(found.seen, left.bool())
+    assert found.positions.tolist() == [[0, 1, 2, 3, 4, 5]] and not found.several
+    counted = (left.cumsum(1) - 1).masked_fill(left == 0, 1)
+    found = find(packed_batch(attention_mask=left, position_ids=counted), 1, 6)
+    assert torch.equal(found.positions, counted)
+
+
+@examples(100, deadline=None)
+@given(LENGTHS)
+def test_places_in_documents(lengths: list[int]) -> None:
+    expected = torch.cat([torch.arange(length) for length in lengths])
+    assert torch.equal(places(numbered(lengths, sum(lengths))[None])[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"position_ids": torch.tensor([[0, 1, 2, 5, 6, 7]])}, "jump from 2 to 5 at token 3 of sample 0"),
+        ({"position_ids": torch.zeros(3, 1, 6).long()}, r"position_ids of \[3, 1, 6\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, r"must rise from 0 to the 6 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([1, 6])}, r"must rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 4, 6])}, r"must rise from 0"),
+        ({"attention_mask": torch.ones(1, 1, 6, 6)}, r"attention_mask of \[1, 1, 6, 6\]"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6]), "document_ids": POSITIONS}, "leave one of them out"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(BatchError, match=match):
+        find(packed_batch(**changes), 1, 6)

@@ -1,0 +1,216 @@
+"""Attention over divided sequences, in each way, against one softmax over the whole: forward and backward, in
+float64, on ranks that are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import threads
+from examples import examples, whole
+from polyreme.distributed.mesh import Mesh
+from polyreme.layout.mesh_axes import AXES
+from polyreme.sequence.methods import Across, Method, attention
+from polyreme.sequence.parts import Balance, Parts, Work, cut
+from polyreme.sequence.visible import Rule, Tokens
+
+RULE = Rule(0.4)
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A whole attention. lengths: of the documents of each sample; padding: tokens at its end that are
+    none."""
+
+    ranks: int
+    lengths: tuple[tuple[int, ...], ...]
+    rule: Rule = RULE
+    balance: Balance = "contiguous"
+    heads: tuple[int, int] = (4, 2)
+    widths: tuple[int, int] = (3, 3)
+    sinks: bool = False
+    padding: int = 0
+    tile: int = 9
+
+    def documents(self) -> Tensor:
+        rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in self.lengths]
+        return torch.stack(rows)
+
+    def keys(self) -> Tensor:
+        keys = self.documents()
+        if self.padding:
+            keys[:, -self.padding :] = -1
+        return keys
+
+    def tensors(self) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        samples, length = self.documents().shape
+        (heads, shared), (width, of_values) = self.heads, self.widths
+        shapes = [(heads, width), (shared, width), (shared, of_values), (heads, of_values)]
+        found: list[Tensor | None] = [
+            torch.randn(samples, length, *shape, dtype=torch.float64).transpose(1, 2) for shape in shapes
+        ]
+        return [*found, torch.randn(heads, dtype=torch.float64) if self.sinks else None]
+
+
+def visible(case: Case) -> Tensor:
+    place = torch.arange(case.documents().shape[1])
+    behind = place[:, None] - place
+    sees = case.documents()[:, :, None] == case.keys()[:, None]
+    window = case.rule.window
+    if case.rule.causal:
+        return sees & (behind >= 0) & (behind < (window or len(place)))
+    return sees if window is None else sees & (behind.abs() <= window)
+
+
+def dense(case: Case) -> list[Tensor]:
+    """The output and all gradients, by one softmax."""
+    query, key, value, grad, sinks = case.tensors()
+    assert query is not None and key is not None and value is not None and grad is not None
+    inputs = [each.requires_grad_() for each in (query, key, value, sinks) if each is not None]
+    groups = case.heads[0] // case.heads[1]
+    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * case.rule.scale
+    if case.rule.softcap is not None:
+        scores = case.rule.softcap * torch.tanh(scores / case.rule.softcap)
+    sees = visible(case)
+    scores = scores.masked_fill(~sees[:, None], -1e30)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : sees.shape[-1]] * sees[:, None]
+    output = weights @ value.repeat_interleave(groups, 1)
+    return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+
+
+def parts_of(case: Case) -> Parts:
+    return cut(case.documents(), case.ranks, case.balance, Work())
+
+
+def on_rank(rank: int, size: int, cases: Sequence[tuple[Case, Method]]) -> list[list[Tensor]]:
+    mesh = Mesh.open({name: size if name == "cp" else 1 for name in AXES})
+    found = []
+    for case, method in cases:
+        parts, (documents, keys) = parts_of(case), (case.documents(), case.keys())
+        tokens = [
+            Tokens(
+                parts.order[:, each].contiguous(),
+                parts.mine(documents, each),
+                parts.mine(keys, each),
+                case.tile,
+            )
+            for each in range(size)
+        ]
+        *whole, sinks = case.tensors()
+        query, key, value, grad = (
+            parts.mine(each.transpose(1, 2), rank).transpose(1, 2) for each in whole if each is not None
+        )
+        inputs = [each.requires_grad_() for each in (query, key, value, sinks) if each is not None]
+        output = attention(method, query, key, value, sinks, Across(mesh.cp, tokens, case.rule))
+        found.append([output.detach(), *torch.autograd.grad(output, inputs, grad)])
+    return found
+
+
+def check(ranks: int, cases: Sequence[tuple[Case, Method]]) -> None:
+    found = threads.run(ranks, on_rank, cases)
+    for at, (case, method) in enumerate(cases):
+        parts, expected = parts_of(case), dense(case)
+        for number, wanted in enumerate(expected):
+            of_ranks = [each[at][number] for each in found]
+            if number == 4:  # of sinks: a sum over the ranks
+                joined = torch.stack(of_ranks).sum(0)
+            else:
+                joined = parts.joined(torch.stack([each.transpose(1, 2) for each in of_ranks], 1)).transpose(
+                    1, 2
+                )
+            torch.testing.assert_close(
+                joined, wanted, rtol=0, atol=1e-13, msg=lambda m: f"{case} {method}: {m}"
+            )
+
+
+PLAIN = Case(1, ((48,), (48,)))
+PACKED = replace(PLAIN, lengths=((20, 3, 25), (1, 46, 1)), balance="documents")
+VARIANTS = {
+    "plain": PLAIN,
+    "zigzag": replace(PLAIN, balance="zigzag"),
+    "packed": PACKED,
+    "packed by blocks": replace(PACKED, balance="blocks"),
+    "padded": replace(PLAIN, padding=37, balance="zigzag"),
+    "window": replace(PACKED, rule=Rule(0.4, window=5)),
+    "both sides": replace(PACKED, rule=Rule(0.4, causal=False), balance="contiguous"),
+    "window on both sides": replace(PACKED, rule=Rule(0.4, causal=False, window=4)),
+    "soft cap and sinks": replace(PACKED, rule=Rule(0.4, softcap=1.5), sinks=True),
+    "latent": replace(PLAIN, widths=(5, 3), heads=(4, 4), balance="zigzag"),
+    "one key head": replace(PLAIN, heads=(8, 1)),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 4, *(pytest.param(n, marks=whole) for n in (2, 3, 6, 8))])
+def test_each_way_equals_one_softmax(ranks: int) -> None:
+    cases = [
+        (
+            replace(case, ranks=ranks, heads=(h * ranks // 2, k) if h * ranks // 2 % k == 0 else case.heads),
+            method,
+        )
+        for case in VARIANTS.values()
+        for method in METHODS
+        for h, k in [case.heads]
+        if method != "ulysses" or (h * ranks // 2 % ranks == 0 and h * ranks // 2 % k == 0)
+    ]
+    assert {method for _, method in cases} == {*METHODS}
+    check(ranks, cases)
+
+
+@examples(60, deadline=None)
+@given(
+    st.integers(1, 8),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.sampled_from(get_args(Balance)),
+    st.booleans(),
+    st.sampled_from([None, 1, 3]),
+    st.sampled_from(["ring", "gather"]),
+    st.integers(1, 7),
+)
+def test_any_documents_windows_and_layouts_equal_the_dense_mask(
+    ranks: int,
+    lengths: list[int],
+    balance: Balance,
+    causal: bool,
+    window: int | None,
+    method: Method,
+    tile: int,
+) -> None:
+    last = -sum(lengths) % ranks
+    row = (*lengths, *([last] if last else []))
+    rule = Rule(0.7, causal=causal, window=window)
+    check(ranks, [(Case(ranks, (row,), rule, balance, padding=last, tile=tile), method)])
+
+
+def test_traffic_is_that_of_the_formulas() -> None:
+    """By element of float64, of which a rank's keys have b; g heads of queries for one of keys."""
+    n, case = 4, replace(PLAIN, ranks=4, heads=(8, 4))
+    b, g = 2 * (48 // n) * 4 * 3, 2
+
+    def sent(rank: int, size: int, method: Method) -> int:
+        mesh = Mesh.open({name: size if name == "cp" else 1 for name in AXES})
+        parts = parts_of(case)
+        documents = [parts.mine(case.documents(), each) for each in range(size)]
+        tokens = [Tokens(parts.order[:, r], of, of) for r, of in enumerate(documents)]
+        inputs: list[Any] = [
+            parts.mine(each.transpose(1, 2), rank).transpose(1, 2).requires_grad_()
+            for each in case.tensors()[:3]
+            if each is not None
+        ]
+        query, key, value = inputs
+        attention(method, query, key, value, None, Across(mesh.cp, tokens, case.rule)).sum().backward()
+        return sum(count.bytes for count in mesh.cp.counts.values()) // 8
+
+    expected = {"ring": 6 * (n - 1) * b, "gather": 6 * (n - 1) * b, "ulysses": 4 * (1 + g) * (n - 1) * b // n}
+    for method, elements in expected.items():
+        assert threads.run(n, sent, method) == [elements] * n
