@@ -1,6 +1,6 @@
 """Compares the planner's seconds of a step with steps that really run on the CPU ranks of this machine.
 
-    heavy python bench/plan.py --write docs/plan-time.md
+    python bench/plan.py --write docs/plan-time.md
     python bench/plan.py --groups 'llama, 2 ranks' --rounds 1       # one group, printed
 
 A group is a model on a number of ranks and its layouts. Its ranks first measure the machine, at the same

@@ -1,7 +1,7 @@
 """Draws how the planner says jobs scale to 16,384 ranks: weak scaling, with samples in proportion to ranks,
 and strong scaling, with a batch that stays.
 
-    heavy python bench/scaling.py --write docs/images/scaling.svg --table docs/plan-scaling.md
+    python bench/scaling.py --write docs/images/scaling.svg --table docs/plan-scaling.md
 
 Each point is a dry run of the engine's own step on simulated ranks and the time model on the preset `h100`.
 Needs matplotlib; takes five minutes."""

@@ -306,6 +306,8 @@ EACH = ("llama", "gpt2", "qwen3", "mistral", "gemma2", "phi3", "opt", "gpt_neox"
 ALIKE = () if ALL in os.environ else ("mistral", "phi3", "opt", "gpt_neox")
 """Families that are divided much as others are, of which test_tensor_models has two ranks; here with
 --all-cases."""
+LONG = "gemma2", "bert", "qwen3"
+"""Families that four ranks train with --all-cases."""
 WORLDS = {**{each: (2, 4) for each in EACH if each not in ALIKE}, "llama of 6 heads": (3,)}
 
 
@@ -332,7 +334,12 @@ def cases_of(family: str, world_size: int) -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    ("family", "world"), [(family, world) for family, sizes in WORLDS.items() for world in sizes]
+    ("family", "world"),
+    [
+        pytest.param(family, world, marks=[whole] if world == 4 and family in LONG else [])
+        for family, sizes in WORLDS.items()
+        for world in sizes
+    ],
 )
 def test_every_family_equals_plain_pytorch(ranks: Ranks, family: str, world: int) -> None:
     each = [case.settings() for case in matrix() if case.family == family and math.prod(case.sizes) == world]

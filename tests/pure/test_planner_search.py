@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import ALL
 from polyreme.config import SEARCHED, Config
 from polyreme.errors import ConfigError, Problem
 from polyreme.planner.search import Cost, Limits, layouts, search, smallest
@@ -42,7 +44,7 @@ def judge(config: Config) -> Cost:
     return Cost(int(size + kept), int(host), f"tp {axes['tp']}", seconds, FLOPS)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25 if ALL in os.environ else 8, deadline=None)
 @given(st.integers(0, 5), st.floats(2e8, 3e10), st.booleans(), st.integers(1, 8))
 def test_it_finds_the_best_of_all(power: int, memory: float, host: bool, blocks: int) -> None:
     ranks, config = 1 << power, Config.load(OPEN)

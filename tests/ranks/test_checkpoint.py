@@ -186,7 +186,7 @@ CHAINS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[dict[str, Any
 ]
 
 
-ALIKE = () if ALL in os.environ else (3, 4, 6, 7, 10, 11)
+ALIKE = () if ALL in os.environ else (3, 4, 5, 6, 7, 10, 11)
 """Chains that have little which the others do not; with --all-cases."""
 
 

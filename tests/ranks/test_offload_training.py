@@ -142,7 +142,7 @@ def runs_of(cases: list[Case], every: bool) -> dict[Case, list[dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=whole), 4])
+@pytest.mark.parametrize("world", [1, *(pytest.param(each, marks=whole) for each in (2, 4))])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_home_makes_the_same_bits(
     request: pytest.FixtureRequest, tmp_path: Path, world: int, stage: int

@@ -213,7 +213,7 @@ def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("world", "prefetch"), list(product((1, 2), (0, 1, 2))) if ALL in os.environ else [(1, 0), (1, 2), (2, 1)]
+    ("world", "prefetch"), list(product((1, 2), (0, 1, 2))) if ALL in os.environ else [(1, 2), (2, 1)]
 )
 def test_working_set_with_tiers(ranks: Ranks, tmp_path: Path, world: int, prefetch: int) -> None:
     """The pool's buffers and the memory of tiers are those that the working set counts, each once."""

@@ -16,6 +16,7 @@ from torch import nn
 import models
 import polyreme
 import threads
+from examples import always
 from polyreme.config import Config
 from polyreme.errors import ConfigError, ModelError, TransportError
 from polyreme.simulation import META, simulated
@@ -143,7 +144,12 @@ CASES: dict[str, tuple[dict[str, int], int, dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:all [0-9]+ data-parallel ranks")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    always(
+        CASES, "stage 3", "several micro-batches", "copies", "in bytes", "sequence", "host, 8 bits", "muon"
+    ),
+)
 def test_a_rank_without_numbers_has_the_traffic_of_one_with(case: str) -> None:
     sizes, count, sections = CASES[case]
     zero = {"persistence_threshold": 0, "bucket_size": 4096, "min_bucket": 0} | sections.get("zero", {})
@@ -214,7 +220,9 @@ def real(rank: int, world: int, case: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:all [0-9]+ data-parallel ranks")
-@pytest.mark.parametrize("case", PIPELINES)
+@pytest.mark.parametrize(
+    "case", always(PIPELINES, "1f1b", "zero bubble, both ways", "tied", "other widths", "frozen")
+)
 def test_any_rank_of_a_pipeline_has_the_traffic_of_a_real_one(case: str) -> None:
     model, batch, config, loss_fn = pipeline(case)
     found = threads.run(math.prod(PIPELINES[case][0].values()), real, case)

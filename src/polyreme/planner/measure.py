@@ -33,7 +33,8 @@ from polyreme.step.memory.kept import device_of_ranks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CACHED, STREAMED = 2**20, 2**25
-"""Bytes of each tensor of an operator whose tensors stay in a CPU's cache, and of one whose do not."""
+"""Bytes of each tensor of an operator whose tensors stay in a CPU's cache, and of one whose do not. As
+many bytes lie between two runs on the same tensors, as in a step, which reads a weight once in a pass."""
 SECONDS, LONGEST = 0.02, 0.5
 """The time in which one figure is measured, and the longest one of products."""
 TIMES = frozenset({"launch", "dispatch", "latency"})
@@ -116,13 +117,15 @@ def _once(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call, after a first one."""
-    run()
+def _seconds(*turns: Callable[[], object], device: torch.device) -> float:
+    """Return the mean time of calls of `turns`, one after another, after a first round. In it is the time in
+    which other ranks had this one's core."""
+    for each in turns:
+        each()
     taken: list[float] = []
     while sum(taken) < SECONDS or (len(taken) < 3 and sum(taken) < LONGEST):
-        taken.append(_once(run, device))
-    return statistics.median(taken)
+        taken.append(_once(turns[len(taken) % len(turns)], device))
+    return statistics.mean(taken)
 
 
 def _measured_device(device: torch.device, sheet: Mapping[str, float] | None, ranks: int) -> dict[str, Any]:
@@ -143,9 +146,9 @@ def _measured_device(device: torch.device, sheet: Mapping[str, float] | None, ra
         found[key] = min(1.0, _rounded(work / timed(run) / flops[dtype]))  # backward: five products, not two
     if not cuda:
         for key, nbytes in (("cached", CACHED), ("operators", STREAMED)):
-            a, b = (torch.ones(nbytes // 4096, 1024) for _ in range(2))
+            pairs = [[torch.ones(nbytes // 4096, 1024) for _ in range(2)] for _ in range(STREAMED // nbytes)]
             found[key] = {
-                name: _rounded(times * nbytes / timed(partial(run, a, b)))
+                name: _rounded(times * nbytes / timed(*(partial(run, *pair) for pair in pairs)))
                 for name, (run, times) in OPERATORS.items()
             }
         found["cached"]["all"], found["cache"] = statistics.median(found["cached"].values()), 4 * CACHED
@@ -172,10 +175,14 @@ def _measured_products(device: torch.device) -> dict[str, dict[str, float]]:
         known = [*found.setdefault(name, {}).values()]
         if known and 6 * m * n * k / known[-1] > LONGEST:
             continue
-        pairs = ((m, k), (k, n)), ((m, k), (n, k)), ((k, m), (k, n))
-        a, b = ([torch.ones(*pair[i], dtype=dtype, device=device) for pair in pairs] for i in range(2))
-        forms = (a[0], b[0]), (a[1], b[1].t()), (a[2].t(), b[2])
-        seconds = sum(_seconds(partial(torch.mm, *form), device) for form in forms)
+        turns = -(-STREAMED // ((m + n) * k * dtype.itemsize))
+        a, b = (torch.ones(turns, each * k, dtype=dtype, device=device) for each in (m, n))
+        forms = (
+            [(x.view(m, k), y.view(k, n)) for x, y in zip(a, b, strict=True)],
+            [(x.view(m, k), y.view(n, k).t()) for x, y in zip(a, b, strict=True)],
+            [(x.view(k, m).t(), y.view(k, n)) for x, y in zip(a, b, strict=True)],
+        )
+        seconds = sum(_seconds(*(partial(torch.mm, *each) for each in form), device=device) for form in forms)
         found[name][f"{m}x{n}x{k}"] = _rounded(2 * m * n * k * len(forms) / seconds)
     return found
 
@@ -183,12 +190,12 @@ def _measured_products(device: torch.device) -> dict[str, dict[str, float]]:
 def _measured_host(device: torch.device, folder: str | Path | None, ranks: int) -> dict[str, Any]:
     memory = aligned(2**26, pin=device.type == "cuda")
     target = torch.empty(len(memory), dtype=torch.uint8, device=device)
-    bus = _rounded(len(memory) / _seconds(lambda: target.copy_(memory), device))
+    bus = _rounded(len(memory) / _seconds(lambda: target.copy_(memory), device=device))
     found = {"memory": host.total(), "bus": bus, "bandwidth": bus * ranks}
     if folder is not None:
         file = File(folder, len(memory))
         for key, run in (("write", file.write), ("read", file.read)):
-            seconds = _seconds(partial(run, memory, 0), torch.device("cpu"))
+            seconds = _seconds(partial(run, memory, 0), device=torch.device("cpu"))
             found[key] = _rounded(len(memory) / seconds * ranks)
         file.close()
     return found
