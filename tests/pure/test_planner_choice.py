@@ -11,6 +11,8 @@ from polyreme.config import Config
 from polyreme.errors import ConfigError
 from polyreme.planner import choice
 from polyreme.planner.choice import cluster_of
+from polyreme.planner.hardware import Cluster
+from polyreme.planner.plan import limits_of
 
 RANKS = [["a", 64 << 30, 100 << 30], ["a", 64 << 30, 100 << 30], ["b", 60 << 30, 90 << 30]]
 
@@ -18,9 +20,8 @@ RANKS = [["a", 64 << 30, 100 << 30], ["a", 64 << 30, 100 << 30], ["b", 60 << 30,
 def test_cpu_ranks_share_the_memory_of_their_host() -> None:
     found = cluster_of(Config.load({"memory": {"states": "auto"}}), RANKS)
     assert (found.device.memory, found.ranks_per_host) == (32 << 30, 2)
-    assert found.host.memory == 0  # nothing is gained by another place in the same memory
-    given = Config.load({"memory": {"states": "host", "params": "auto"}, "zero": {"stage": 3}})
-    assert cluster_of(given, RANKS).host.memory == 90 << 30
+    # nothing is gained by another place in the same memory
+    assert limits_of(found, Config()).host == 0 < limits_of(Cluster.load("h100"), Config()).host
 
 
 def test_a_gpu_goes_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from examples import whole
 from polyreme.planner.plan import Plan, plan
 
-WIDTH, LAYERS = 128, 8
+WIDTH, LAYERS = 2048, 8
 NUMBERS = 4 * LAYERS * (WIDTH**2 + WIDTH)
 """Bytes of the parameters. Gradients are as many, and states twice as many."""
 
@@ -22,10 +22,10 @@ def batch(samples: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(samples, WIDTH), torch.zeros(samples, WIDTH)
 
 
-def planned(times: float, **memory: str) -> Plan:
+def planned(times: float, base: str = "h100", **memory: str) -> Plan:
     """On one rank with `times` the bytes of the parameters."""
     config = {"batch": {"size": 8, "micro": 1}, "zero": {"stage": 1, "min_bucket": 0}, "memory": memory}
-    cluster = {"base": "cpu", "device": {"memory": int(NUMBERS * times / 0.85)}}
+    cluster = {"base": base, "device": {"memory": int(NUMBERS * times / 0.85), "context": 0}}
     return plan(model, config, 1, cluster, batch=batch, loss_fn=F.mse_loss)
 
 
@@ -44,3 +44,9 @@ def test_what_fits_names_nothing_else() -> None:
 
 def test_a_tier_that_does_not_help_is_not_named() -> None:
     assert planned(1.2).tier is None
+
+
+def test_a_cpus_tier_in_host_memory_is_in_its_own() -> None:
+    assert planned(3.4, states="host").fits
+    made = planned(3.4, "cpu", states="host")
+    assert not made.fits and "the device's" in made.found.failed[0].why

@@ -141,15 +141,14 @@ def cluster_of(config: Config, ranks: Sequence[Sequence[Any]]) -> Cluster:
         return _with(Cluster.load(config.plan.cluster), ranks_per_host=max(hosts.values()))
     if device.type == "cpu":
         found = Cluster.load("cpu")
-        # a tier in host memory is in the memory that ranks compute in: none is worth trying
         own = min(size // hosts[name] for name, size, _ in ranks)
-        total = 0 if config.memory.all_on_device else min(each for *_, each in ranks)
     else:
         sheet = data_sheet(torch.cuda.get_device_name(device))
         names = {name: data_sheet(each["device"].get("name", "")) for name, each in PRESETS.items()}
         name = next((name for name, each in names.items() if sheet is not None and each == sheet), None)
         found = measure() if name is None else Cluster.load(name)
-        own, total = min(size for _, size, _ in ranks), min(each for *_, each in ranks)
+        own = min(size for _, size, _ in ranks)
+    total = min(each for *_, each in ranks)
     found = _with(found, ranks_per_host=max(hosts.values()))
     return _with(found, device=_with(found.device, memory=own), host=_with(found.host, memory=total))
 

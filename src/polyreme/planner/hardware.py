@@ -48,7 +48,9 @@ class Device(Section):
     )
     attention: Share = Field(default=0.35, description="The part of the peak that fused attention reaches.")
     attention_backward: Share = Field(default=0.3, description="The same of its backward.")
-    units: Count = Field(default=1, description="Multiprocessors, which compute blocks of a result at once.")
+    units: Count = Field(
+        default=1, description="Multiprocessors, which compute blocks of a result at once; 1: a CPU."
+    )
     tile: tuple[Count, Count] = Field(
         default=(1, 1), description="The largest block of a result that one of `units` computes."
     )
@@ -82,6 +84,11 @@ class Device(Section):
     collective_units: Annotated[int, Field(ge=0)] = Field(
         default=0, description="Of `units`, those that collectives take while they are under way."
     )
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it has memory of its own, beside the host's."""
+        return self.units > 1 or data_sheet(self.name) is not None
 
     def product(self, shape: Sequence[int], dtype: str) -> float:
         """Return the seconds of a batch of matrix products, of `shape` (batch, m, n, k).

@@ -156,8 +156,8 @@ def _measured_device(device: torch.device, sheet: Mapping[str, float] | None, ra
     target, tiny = torch.empty_like(source), torch.zeros(1, 8, device=device)
     found["bandwidth"] = _rounded(2 * source.nbytes / timed(lambda: target.copy_(source)))
     layers = nn.Sequential(*(each for _ in range(10) for each in (nn.Linear(8, 8), nn.GELU()))).to(device)
-    issued = timed(lambda: layers(tiny).sum().backward()) / 60  # two operators and four of the backward each
-    found["dispatch" if cuda else "launch"] = _rounded(issued)
+    # two operators and four of the backward each
+    found["dispatch" if cuda else "launch"] = _rounded(timed(lambda: layers(tiny).sum().backward()) / 60)
     if cuda:
         with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
             for _ in range(200):
@@ -175,7 +175,7 @@ def _measured_products(device: torch.device) -> dict[str, dict[str, float]]:
         known = [*found.setdefault(name, {}).values()]
         if known and 6 * m * n * k / known[-1] > LONGEST:
             continue
-        turns = -(-STREAMED // ((m + n) * k * dtype.itemsize))
+        turns = 1 + STREAMED // ((m + n) * k * dtype.itemsize)
         a, b = (torch.ones(turns, each * k, dtype=dtype, device=device) for each in (m, n))
         forms = (
             [(x.view(m, k), y.view(k, n)) for x, y in zip(a, b, strict=True)],
@@ -208,8 +208,11 @@ def _measured_link(axis: Axis, device: torch.device) -> dict[str, float]:
         _exchanged(axis, device, *each) for each in ((2**22, False), (4, False), (2**22, True))
     )
     steps, moved = axis.size - 1, max(many - few, many / 10)
-    reached = min(1.0, moved / max(sums - few, sums / 10))
-    found = {"bandwidth": steps * 2**24 / moved, "latency": few / steps, "sums": reached}
+    found = {
+        "bandwidth": steps * 2**24 / moved,
+        "latency": few / steps,
+        "sums": min(1.0, moved / max(sums - few, sums / 10)),
+    }
     return {"efficiency": 1.0, **{key: _rounded(each) for key, each in found.items()}}
 
 

@@ -115,7 +115,7 @@ def plan(
 
 def judge_of(make: MakeModel, cluster: Cluster, **given: Any) -> Judge:
     """Return a function that says what a resolved config costs on `cluster`. given: as for `dry_run`."""
-    device = "cuda" if cluster.device.units > 1 else "cpu"
+    device = "cuda" if cluster.device.is_accelerator else "cpu"
 
     def judge(resolved: Config) -> Cost:
         traces = [*run_kinds(make, resolved, device=device, **given).values()]
@@ -125,8 +125,9 @@ def judge_of(make: MakeModel, cluster: Cluster, **given: Any) -> Judge:
         most = sorted(memory.by_category.items(), key=lambda each: -each[1])[:2]
         where = f"rank {details.worst.rank}, " + ", ".join(f"{name} {size:,}" for name, size in most)
         host = max(each.memory.host for each in traces)
+        own = taken(memory, cluster.device) + host * (device == "cpu")  # which computes in its host's memory
         flops = timeline.tflops * 1e12 * timeline.seconds * math.prod(resolved.axes.values())
-        return Cost(taken(memory, cluster.device), host, where, timeline.seconds, flops, details)
+        return Cost(own, host * (device != "cpu"), where, timeline.seconds, flops, details)
 
     return judge
 
@@ -143,7 +144,7 @@ def limits_of(cluster: Cluster, config: Config) -> Limits:
     """Return what a rank of `cluster` has for a plan."""
     return Limits(
         int(cluster.device.memory * USED),
-        int(cluster.host.memory * USED / cluster.ranks_per_host),
+        int(cluster.host.memory * cluster.device.is_accelerator * USED / cluster.ranks_per_host),
         cluster.device.rate(config.precision.compute.removeprefix("autocast-")),
         cluster.ranks_per_host,
     )
