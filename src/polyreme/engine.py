@@ -558,8 +558,8 @@ for _name in ("train_step", "eval_step", "eval_outputs"):
 
 _CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
 _PARTS = (
-    "{} has the output of this rank's part of each sequence alone (mesh.cp > 1, or a context.method): use "
-    "train_step and eval_step"
+    "{} has the output of this rank's part of each sequence alone (mesh.cp > 1, a context.method, or "
+    "data.pack): use train_step and eval_step"
 )
 _CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"
 _BEFORE_BACKWARD = (

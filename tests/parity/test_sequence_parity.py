@@ -250,6 +250,7 @@ def test_each_family(family: str, method: Method) -> None:
 
 def test_documents_of_a_rank_by_itself_where_transformers_does_not_separate_them() -> None:
     check("gpt_oss", "packed", settings({"cp": 1}, context={"method": "gather"}))
+    check("gpt_oss", "packed", settings({"cp": 1}, data={"pack": True}))
 
 
 @whole
@@ -330,10 +331,10 @@ def attempt(
 
 
 def refusal(
-    kind: type[Exception], make: Callable[[], nn.Module], config: dict[str, Any], **given: Any
+    kind: type[Exception], make: Callable[[], nn.Module], config: dict[str, Any], ranks: int = 2, **given: Any
 ) -> str:
     with pytest.raises(threads.RanksFailed) as failed:
-        threads.run(2, partial(attempt, **given), make, config)
+        threads.run(ranks, partial(attempt, **given), make, config)
     errors = [error for error in failed.value.exceptions.values() if isinstance(error, kind)]
     assert errors, failed.value
     return str(errors[0])
@@ -360,6 +361,14 @@ def test_what_cannot_be_cut_is_refused_before_any_work(
 ) -> None:
     config = {"mesh": {"cp": 2}, "batch": {"size": 4, "micro": 2}, **sections}
     assert said in refusal(ConfigError, make, config)
+
+
+def test_what_cannot_keep_documents_apart_is_refused_on_one_rank() -> None:
+    said = refusal(ConfigError, tiny("bloom", n_layer=2, n_head=4), {"data": {"pack": True}}, ranks=1)
+    assert "data.pack = True" in said
+    assert "write data.pack = false" in said
+    with pytest.raises(ConfigError, match=r"compile = false, or data\.pack = false"):
+        polyreme.Config.load({"data": {"pack": True}, "compile": True}).resolve(1)
 
 
 def test_a_loss_fn_and_calls_of_the_whole_model_are_refused() -> None:

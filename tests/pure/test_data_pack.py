@@ -40,6 +40,7 @@ class Section:
     pattern: tuple[str, ...] = ("*.txt",)
     field: str = "text"
     sequence: int = 16
+    pack: bool = False
     tokenizer: str | None = None
     vocab_size: int = 270
     validation: float | str = 0.3

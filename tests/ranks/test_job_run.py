@@ -15,6 +15,7 @@ import transformers
 
 import polyreme as library
 from command import TINY, polyreme, write_text
+from examples import whole
 from polyreme.config import Config
 from polyreme.data import open_text
 from polyreme.job import run as train_module
@@ -59,19 +60,21 @@ def log(folder: Path, kind: str = "step") -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == kind]
 
 
-def validation_loss(folder: Path, config: Config, checkpoint: str, dtype: torch.dtype) -> float:
+def validation_loss(
+    folder: Path, config: Config, checkpoint: str, dtype: torch.dtype, path: str = "text.txt"
+) -> float:
     """The loss of a checkpoint as transformers opens it, on the batches that the run validates with."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / checkpoint, dtype=dtype).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / checkpoint)
     section = config.data.model_copy(
-        update={"path": str(folder / "text.txt"), "cache": str(folder / ".polyreme-cache")}
+        update={"path": str(folder / path), "cache": str(folder / ".polyreme-cache")}
     )
     text = open_text(section, config.seed)
     assert text.validation is not None and tokenizer.get_vocab() == text.tokenizer.get_vocab()
     batches = min(config.train.validate_batches, len(text.validation) // config.batch.size)
-    ids = torch.stack([text.validation[i]["input_ids"] for i in range(batches * config.batch.size)])
+    samples = [text.validation[i] for i in range(batches * config.batch.size)]
     with torch.no_grad():
-        out = model(input_ids=ids, labels=ids)
+        out = model(**{k: torch.stack([each[k] for each in samples]) for k in samples[0]}, use_cache=False)
     assert torch.isfinite(out.logits).all()
     return float(out.loss)
 
@@ -118,6 +121,20 @@ def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
     assert validation_loss(tmp_path, config, "run/step-30", torch.float32) == pytest.approx(
         losses[-1], rel=1e-5
     )
+
+
+@whole
+def test_a_run_on_whole_documents(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for i in range(60):
+        (tmp_path / "texts" / f"{i}.txt").write_text("one two three four five. " * (1 + i % 9))
+    (tmp_path / "tiny.toml").write_text(TINY)
+    keys = {"data.path": "texts", "data.pack": "true", "data.validation": 0.2, "train.length": "4 steps"}
+    words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    summary = train(tmp_path, "tiny.toml", "-n", "1", *words)
+    config = Config.load(tmp_path / "tiny.toml", [f"{key}={value}" for key, value in keys.items()])
+    found = validation_loss(tmp_path, config, summary["checkpoint"], torch.float32, "texts")
+    assert summary["validation_loss"] == pytest.approx(found, rel=1e-5)
 
 
 @pytest.fixture(scope="module")

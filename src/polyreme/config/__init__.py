@@ -172,6 +172,11 @@ class Config(Keys):
         return self._fits is None and self.batch.micro != 1 and self._origin("batch.micro") == "derived"
 
     @property
+    def computes_attention(self) -> bool:
+        """Whether the engine computes attention: over mesh.cp, by a context.method, or for data.pack."""
+        return self.mesh.cp > 1 or self.context.method != "auto" or self.data.pack
+
+    @property
     def axes(self) -> dict[str, int]:
         """The size of each axis of the mesh. Raises ConfigError before `resolve`."""
         return {name: self._resolved(f"mesh.{name}") for name in AXES}

@@ -202,6 +202,11 @@ class DataSection(Section):
     sequence: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = Field(
         default=512, description="Tokens in one sample."
     )
+    pack: Bool = Field(
+        default=False,
+        description="Fill samples with whole documents, by best fit; none sees another, and only one longer "
+        "than data.sequence is cut. False: the tokens of all documents, end to end, are cut into samples.",
+    )
     tokenizer: FilePath | None = Field(
         default=None,
         examples=["models/base"],

@@ -193,6 +193,9 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
 
 def _context(keys: Keys) -> Iterator[Conflict]:
     cp, context = keys.mesh.cp, keys.context
+    if keys.data.pack and keys.compile:
+        reason = "the engine's attention keeps documents apart, which is not compiled"
+        yield "compile", reason, "write compile = false, or data.pack = false"
     if cp == 1:
         return
     if keys.compile:

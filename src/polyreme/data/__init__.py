@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from polyreme.data.best_fit import DocumentDataset
 from polyreme.data.loader import Loader
 from polyreme.data.pack import PackedDataset, pack_texts
 from polyreme.data.text import Corpus, Document, Subset, documents, split, whole
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Corpus",
     "Document",
+    "DocumentDataset",
     "Loader",
     "PackedDataset",
     "TextData",
@@ -51,6 +53,8 @@ class TextSection(Protocol):
     def field(self) -> str: ...
     @property
     def sequence(self) -> int: ...
+    @property
+    def pack(self) -> bool: ...
     @property
     def tokenizer(self) -> str | None: ...
     @property
@@ -110,7 +114,8 @@ def open_text(section: TextSection, seed: int, model: str | None = None) -> Text
     tokenizer = open_tokenizer(train, folder=folder, vocab_size=section.vocab_size, cache=cache)
 
     def packed(subset: Subset, name: str) -> PackedDataset:
-        return PackedDataset(pack_texts(subset, tokenizer, cache), section.sequence, name)
+        kind = DocumentDataset if section.pack else PackedDataset
+        return kind(pack_texts(subset, tokenizer, cache), section.sequence, name)
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="polyreme-pack")
     text = TextData(

@@ -102,8 +102,9 @@ def pack_texts(subset: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) 
     """Tokenise the documents of `subset` on the tokenizer's own threads. Returns the folder of the token
     file.
 
-    The folder has `tokens.bin` (little-endian uint16, or uint32 for a vocabulary above 65,536) and
-    `header.json` (dtype, number of tokens, UTF-8 bytes of the text). No text can make a special token:
+    The folder has `tokens.bin` (little-endian uint16, or uint32 for a vocabulary above 65,536), `ends.bin`
+    (where each document ends in it, little-endian int64) and `header.json` (dtype, number of tokens, UTF-8
+    bytes of the text). No text can make a special token:
     `<|endoftext|>` in it becomes several ordinary tokens.
 
     Raises:
@@ -116,6 +117,7 @@ def pack_texts(subset: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) 
 
     def build(unfinished: Path) -> None:
         tokens = text_bytes = 0
+        ends = []
         with (unfinished / "tokens.bin").open("xb") as file:
             for batch in _batches(subset):
                 texts = [piece for piece, _ in batch]
@@ -131,12 +133,14 @@ def pack_texts(subset: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) 
                 for ids, (_, last) in zip(encoded, batch, strict=True):
                     file.write(np.asarray([*ids, end] if last else ids, dtype=dtype).tobytes())
                     tokens += len(ids) + last
+                    ends += [tokens] * last
+        np.array(ends, dtype="<i8").tofile(unfinished / "ends.bin")
         header = {"dtype": dtype.str, "tokens": tokens, "bytes": text_bytes}
         (unfinished / "header.json").write_text(json.dumps(header), "utf-8")
         log.info("packed %d bytes of text into %d tokens", text_bytes, tokens)
 
     key = blake2b(
-        f"packed-1 {end} {fingerprint(tokenizer)} {subset.digest}".encode(), digest_size=10
+        f"packed-2 {end} {fingerprint(tokenizer)} {subset.digest}".encode(), digest_size=10
     ).hexdigest()
     return cached(cache / f"packed-{key}", build)
 

@@ -578,10 +578,11 @@ def _last_step(config: Config, engine: Engine) -> int:
 
 
 def _show_sample(config: Config, engine: Engine, text: TextData, monitors: Monitor, when: str) -> None:
-    if config.train.sample is not None and (engine.mesh.pp.size > 1 or config.mesh.sequence_parallel):
+    parts = engine.mesh.pp.size > 1 or config.mesh.sequence_parallel
+    if config.train.sample is not None and (parts or config.computes_attention):
         monitors.message(
-            f"no sample {when}: a model cut into pipeline stages, "
-            "or along the sequence, does not generate text yet"
+            f"no sample {when}: a model cut into pipeline stages, or along the sequence, or whose attention "
+            "the engine computes (mesh.cp, context.method, data.pack), does not generate text yet"
         )
     elif config.train.sample is not None:
         continued = sample(

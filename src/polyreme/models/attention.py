@@ -81,11 +81,12 @@ def replace_attention(model: nn.Module, name: str, function: Callable[..., Any])
     return register_attention([*found.values()], name, function)
 
 
-def obstacles(model: nn.Module) -> Iterator[Obstacle]:
-    """Yield all that is known to stand against cutting the sequences of a model."""
+def obstacles(model: nn.Module, off: str) -> Iterator[Obstacle]:
+    """Yield all that is known to stand against cutting the sequences of a model, or separating their
+    documents. off: what to write in the config to leave that out."""
     plain: Any = plain_model(model)
     config, name = getattr(plain, "config", None), type(plain).__name__
-    fix = "write mesh.cp = 1"
+    fix = f"write {off}"
     if not getattr(type(plain), "_supports_attention_backend", False) or config is None:
         yield Obstacle(f"{name} computes attention by itself, out of reach of another function", fix)
         return
@@ -97,27 +98,27 @@ def obstacles(model: nn.Module) -> Iterator[Obstacle]:
     if takes_from_all_blocks(plain) == "output_router_logits":
         yield Obstacle(
             "the router's balance loss is no sum over parts of a sequence",
-            "set output_router_logits = False in the model's config, or mesh.cp = 1",
+            f"set output_router_logits = False in the model's config, or {off}",
         )
     text = config.get_text_config()
-    yield from _of_config(text, name, fix)
+    yield from _of_config(text, name, off)
     yield from _of_modules(plain, fix)
 
 
-def _of_config(text: Any, name: str, fix: str) -> Iterator[Obstacle]:
+def _of_config(text: Any, name: str, off: str) -> Iterator[Obstacle]:
+    fix = f"write {off}"
     if others := {*(getattr(text, "layer_types", None) or ())} - {*ATTENDS}:
-        yield Obstacle(
-            f"{name} has layers of {', '.join(sorted(others))}, which see tokens of other ranks", fix
-        )
+        kinds = ", ".join(sorted(others))
+        yield Obstacle(f"{name} has layers of {kinds}, which see tokens of other ranks and documents", fix)
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if found := kinds & {*LENGTHS}:
-        reason = f"{found.pop()} rotary tables depend on the longest position, which is on one rank"
+    ropes = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if found := ropes & {*LENGTHS}:
+        reason = f"{found.pop()} rotary tables depend on the longest position of all ranks and documents"
         yield Obstacle(reason, fix)
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(text, key, 0):
             reason = f"{key} = {getattr(text, key)} would drop other pairs of tokens on each rank"
-            yield Obstacle(reason, f"set {key} = 0.0 in the model's config, or mesh.cp = 1")
+            yield Obstacle(reason, f"set {key} = 0.0 in the model's config, or {off}")
 
 
 def _of_modules(model: nn.Module, fix: str) -> Iterator[Obstacle]:
@@ -125,7 +126,8 @@ def _of_modules(model: nn.Module, fix: str) -> Iterator[Obstacle]:
     for kind in sorted(classes, key=lambda each: each.__name__):
         name = kind.__name__
         if any(word in name for word in MIXERS) or issubclass(kind, nn.Conv1d):
-            yield Obstacle(f"{name} mixes tokens, of which each rank has a part, without attention", fix)
+            reason = f"{name} mixes tokens without attention, of a part of the sequence and of all documents"
+            yield Obstacle(reason, fix)
         elif ("attention" in name.lower() or "indexer" in name.lower()) and _counts(kind):
             yield Obstacle(f"{name} counts positions from the beginning of the part that it gets", fix)
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -25,6 +26,8 @@ class Choice:
 
 def choose(section: ContextSection, facts: AttentionFacts, cp: int, tp: int) -> Choice:
     """Return the way for a model whose heads `tp` ranks divide first."""
+    if cp == 1 and section.method == "auto":
+        return Choice("ring", "each rank has whole sequences, and keeps their documents apart")
     heads, shared = facts.heads // tp, max(1, facts.key_heads // tp)
     if section.method != "auto":
         return Choice(section.method, "context.method says so")
@@ -38,8 +41,15 @@ def choose(section: ContextSection, facts: AttentionFacts, cp: int, tp: int) -> 
 
 
 def refuse(model: nn.Module, section: ContextSection, cp: int, tp: int, own_loss: bool) -> None:
-    """Raise ConfigError with all that stands against dividing the sequences of a model over `cp` ranks."""
-    found = [Problem("mesh.cp", cp, each.reason, each.fix) for each in _against(model, own_loss)]
+    """Raise ConfigError with all that stands against dividing the sequences of a model over `cp` ranks, or,
+    on one, against keeping their documents apart."""
+    asked: tuple[str, Any, str] = ("data.pack", True, "data.pack = false")
+    if cp > 1:
+        asked = ("mesh.cp", cp, "mesh.cp = 1")
+    elif section.method != "auto":
+        asked = ("context.method", section.method, 'context.method = "auto"')
+    key, value, off = asked
+    found = [Problem(key, value, each.reason, each.fix) for each in _against(model, own_loss, off)]
     if not found:
         heads = facts_of(model).heads // tp
         if section.method == "ulysses" and heads % cp:
@@ -51,10 +61,10 @@ def refuse(model: nn.Module, section: ContextSection, cp: int, tp: int, own_loss
         raise ConfigError(found)
 
 
-def _against(model: nn.Module, own_loss: bool) -> Iterator[Obstacle]:
+def _against(model: nn.Module, own_loss: bool, off: str) -> Iterator[Obstacle]:
     if not own_loss:
         yield Obstacle(
             "a loss_fn gets the output of a part of each sequence, of which it cannot shift the labels",
-            "leave loss_fn out, so that the model's own loss counts, or write mesh.cp = 1",
+            f"leave loss_fn out, so that the model's own loss counts, or write {off}",
         )
-    yield from obstacles(model)
+    yield from obstacles(model, off)

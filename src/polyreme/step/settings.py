@@ -131,10 +131,10 @@ def first_batch(module: nn.Module, config: Config) -> FirstBatch | None:
 def sequences_of(
     module: nn.Module, config: Config, mesh: Mesh, own_loss: bool, patches: Patches
 ) -> ContextParallel | None:
-    """Return the division of sequences over mesh.cp, for a whole model; None where that is 1, and no way to
-    compute attention is asked for. Raises ConfigError with all that stands against it. own_loss: the model
-    returns its loss."""
-    if mesh.cp.size == 1 and config.context.method == "auto":
+    """Return the division of sequences over mesh.cp, for a whole model; None where the engine has nothing to
+    do with its attention. Raises ConfigError with all that stands against it. own_loss: the model returns its
+    loss."""
+    if not config.computes_attention:
         return None
     split = mesh.tp.size if config.mesh.sequence_parallel else 1
     return ContextParallel(module, config.context, mesh, split, own_loss, patches)
