@@ -21,8 +21,9 @@ import models
 import polyreme
 import threads
 from examples import whole
-from polyreme.errors import ModelError
+from polyreme.errors import ConfigError, ModelError
 from polyreme.models.huggingface import training_arguments
+from polyreme.sequence import context
 from tiny_families import build, tiny
 
 IGNORED, PICTURE, PADDING = -100, 5, 0
@@ -44,7 +45,7 @@ def divided(
     rank: int, world: int, model: nn.Module, batches: list[Batch], sections: dict[str, Any]
 ) -> tuple[list[float], dict[str, Tensor]]:
     with polyreme.initialize(copy.deepcopy(model), settings(world, **sections)) as engine, Wide():
-        return [engine.train_step(each).loss for each in batches], engine.state_dict()
+        return [engine.train_step([each]).loss for each in batches], engine.state_dict()
 
 
 def check(
@@ -102,18 +103,14 @@ def test_rotary_tables_follow_the_longest_position_of_all_ranks(rope: str, ranks
 
 
 def pictures(kind: str) -> nn.Module:
-    """A model that sees images."""
-    model = build(
-        tiny(
-            transformers.CONFIG_MAPPING[kind],
-            image_token_id=PICTURE,
-            text_config=tiny(transformers.CONFIG_MAPPING[f"{kind}_text"], num_hidden_layers=2),
-        )
-    )
-    return model
+    """A model that sees images, of 4 tokens each."""
+    text = tiny(transformers.CONFIG_MAPPING[f"{kind}_text"], num_hidden_layers=2)
+    config = tiny(transformers.CONFIG_MAPPING[kind], image_token_id=PICTURE, text_config=text)
+    config.mm_tokens_per_image = 4
+    return build(config)
 
 
-def with_images(length: int, seed: int) -> Batch:
+def with_images(length: int, seed: int, kind: str = "") -> Batch:
     """Two samples, the first with two images of 4 tokens, the second with one, and padding after it."""
     ids, generator = ids_of(2, length, seed=seed), torch.Generator().manual_seed(seed)
     for row, begin in ((0, 1), (0, 7), (1, 2)):
@@ -121,6 +118,13 @@ def with_images(length: int, seed: int) -> Batch:
     mask, labels = torch.ones_like(ids), ids.masked_fill(ids == PICTURE, IGNORED)
     mask[1, -3:], labels[1, -3:], ids[1, -3:] = 0, IGNORED, PADDING
     labels[:, 0] = IGNORED  # which a shift drops
+    if kind == "gemma3":
+        pixels = torch.randn(3, 3, 8, 8, generator=generator).double()
+        types = (ids == PICTURE).long()
+        return {
+            **{"input_ids": ids, "labels": labels, "attention_mask": mask},
+            **{"token_type_ids": types, "pixel_values": pixels},
+        }
     return {
         "input_ids": ids,
         "labels": labels,
@@ -133,37 +137,36 @@ def with_images(length: int, seed: int) -> Batch:
 
 @pytest.mark.parametrize(
     ("ranks", "kind"),
-    [(2, "qwen2_5_vl"), *(pytest.param(*case, marks=whole) for case in ((4, "qwen2_5_vl"), (2, "qwen2_vl")))],
+    [
+        *((2, kind) for kind in ("qwen2_5_vl", "gemma3")),
+        *(pytest.param(4, kind, marks=whole) for kind in ("qwen2_5_vl", "qwen2_vl", "gemma3")),
+    ],
 )
 def test_images_are_merged_before_sequences_are_cut(ranks: int, kind: str) -> None:
-    """Lengths that the ranks divide and that they do not; positions in images are the model's own."""
-    check(ranks, pictures(kind), [with_images(15, 0), with_images(16, 1)])
+    """Lengths that the ranks divide and that they do not. Positions in images are the model's own; so are
+    masks by which the tokens of an image see each other."""
+    check(ranks, pictures(kind), [with_images(15, 0, kind), with_images(16, 1, kind)])
 
 
 def test_packed_documents_with_images() -> None:
     """By positions in three directions, which begin anew with each document."""
-    model, batch = pictures("qwen2_5_vl"), with_images(16, 0)
-    rows = [{name: each[:, :8] if each.dim() == 2 and len(each) == 2 else each for name, each in batch.items()}]
-    del rows
-    first, second = _document(0, 9), _document(1, 7)
+    model, parts = pictures("qwen2_5_vl"), [_document(0, 9), _document(1, 7)]
     index: Callable[..., Any] = model.model.get_rope_index  # type: ignore[union-attr, assignment]
     both = {
-        name: torch.cat([first[name], second[name]], int(name not in ("pixel_values", "image_grid_thw")))
-        for name in first
+        name: torch.cat([each[name] for each in parts], int(name not in ("pixel_values", "image_grid_thw")))
+        for name in parts[0]
     }
-    both["position_ids"] = torch.cat([index(**_places(each))[0] for each in (first, second)], 2)
-    check(2, model, [both], [[first, second]], batch={"size": 1})
+    both["position_ids"] = torch.cat([index(**_places(each))[0] for each in parts], 2)
+    check(2, model, [both], [parts], batch={"size": 1})
 
 
 def _document(seed: int, length: int) -> Batch:
     """A sample with one image."""
-    batch = {name: each[:1, :length] for name, each in with_images(16, seed).items() if each.dim() == 2}
     ids = ids_of(1, length, seed=seed)
     ids[0, 2:6] = PICTURE
     labels = ids.masked_fill(ids == PICTURE, IGNORED)
     labels[:, 0] = IGNORED
     pixels = torch.randn(16, 3 * 2 * 2 * 2, generator=torch.Generator().manual_seed(seed)).double()
-    del batch
     return {
         "input_ids": ids,
         "labels": labels,
@@ -207,7 +210,20 @@ def test_attention_on_both_sides(kind: str) -> None:
     )
 
 
-def test_masks_that_are_made_of_the_whole_sequence_are_refused() -> None:
-    make = partial(build, tiny(transformers.CONFIG_MAPPING["gemma3"]))
+# ---- what is refused
+
+
+def test_masks_that_are_no_bool_are_refused() -> None:
+    with pytest.raises(ModelError, match='attn_implementation = "sdpa"'):
+        context.given_mask("Gemma3TextModel", torch.zeros(2, 1, 7, 7), 2)
+
+
+def test_a_decoder_that_says_it_is_not_causal_is_refused() -> None:
+    make = partial(build, tiny(transformers.CONFIG_MAPPING["bigbird_pegasus"]))
+    assert "is_causal = False" in refusal(ModelError, make, settings(2, batch={"size": 4, "micro": 2}))
+
+
+def test_a_loss_of_whole_sequences_is_refused() -> None:
+    make = partial(build, tiny(transformers.CONFIG_MAPPING["qwen2_audio"]))
     config = settings(2, batch={"size": 4, "micro": 2})
-    assert "given masks of the whole sequence" in refusal(ModelError, make, config)
+    assert "computes its loss by itself" in refusal(ConfigError, make, config)

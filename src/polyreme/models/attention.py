@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.models.huggingface import (
-    ForwardSignature,
     find_blocks,
     register_attention,
+    shifts_labels,
     takes_from_all_blocks,
 )
 from polyreme.models.peft import plain_model
@@ -134,6 +134,19 @@ def rotary_by_length(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def counting_embeddings(model: nn.Module) -> list[nn.Embedding]:
+    """Return the embeddings of positions that count these by themselves, in models that take none."""
+    if takes(model, "position_ids"):
+        return []
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return [each for each in tables if {"arange"} <= {*_names(each)}]
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Return whether a model's own forward takes an argument of this name."""
+    return name in inspect.signature(type(plain_model(model)).forward).parameters
+
+
 def first_position(model: nn.Module) -> int:
     """Return the position of a sequence's first token."""
     found = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
@@ -171,8 +184,7 @@ class Temperature:
 
     def __call__(self, query: Tensor, place: Tensor) -> Tensor:
         """Return queries, (samples, heads, tokens, width), scaled by their places, (samples, tokens)."""
-        wide = torch.promote_types(query.dtype, torch.float32)
-        steps = torch.floor((place.to(query.device, wide) + 1) / self.floor)
+        steps = torch.floor((place.to(query.device).float() + 1) / self.floor)  # in float32, as there
         scales = torch.log1p(steps) * self.scale + 1
         return (query * scales[:, None, :, None]).to(query.dtype)
 
@@ -194,11 +206,13 @@ def obstacles(model: nn.Module) -> Iterator[Obstacle]:
     if attentive and not any(_attends(module) for block in attentive for module in block.modules()):
         yield Obstacle(f"{name} computes attention by itself, out of reach of another function", fix)
         return
-    takes = "position_ids" in ForwardSignature.of(text).names
-    if (attentive and not takes) or getattr(config, "is_encoder_decoder", False):
+    places = takes(text, "position_ids") or counting_embeddings(text) or not attentive
+    if not places or getattr(config, "is_encoder_decoder", False):
         yield Obstacle(f"{name} takes no position_ids, and would count each part from its beginning", fix)
     if text is plain and config.get_text_config() is not config:
         yield Obstacle(f"{name} has no model of texts by itself, before which images could be cut", fix)
+    if text is not plain and not shifts_labels(plain):
+        yield Obstacle(f"{name} computes its loss by itself, of whole sequences", fix)
     if takes_from_all_blocks(plain) == "output_router_logits":
         yield Obstacle(
             "the router's balance loss is no sum over parts of a sequence",

@@ -8,6 +8,7 @@ Communication: that of `methods` in each attention, and of `mixers` in each mixe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ from polyreme.errors import ModelError, named
 from polyreme.models.attention import (
     Temperature,
     chunk_of,
+    counting_embeddings,
     facts_of,
     filler,
     first_position,
@@ -29,9 +31,10 @@ from polyreme.models.attention import (
     mixes_none,
     replace_attention,
     rotary_by_length,
+    takes,
     text_model,
 )
-from polyreme.models.huggingface import shifts_labels
+from polyreme.models.huggingface import register_masks, shifts_labels
 from polyreme.models.patches import Patches
 from polyreme.sequence import documents as documents_of
 from polyreme.sequence.batches import part_of, shifted, tokens_of, whole_of
@@ -40,18 +43,24 @@ from polyreme.sequence.documents import DROPPED
 from polyreme.sequence.layout import Layout
 from polyreme.sequence.methods import attention
 from polyreme.sequence.parts import Work
-from polyreme.sequence.visible import Rule
+from polyreme.sequence.visible import Mask, Rule
 
 NAME = "polyreme_context"
 """The name of our function among transformers' attentions."""
+MASKED = "polyreme_context_masked"
+"""Its name in models of texts behind others, which may make masks of whole sequences."""
 
 _owners: WeakKeyDictionary[nn.Module, ContextParallel] = WeakKeyDictionary()
+_owners_of_configs: dict[int, ContextParallel] = {}
+"""Of configs of models of texts behind others, which cannot be hashed, by their ids."""
 
 
 class ContextParallel:
-    """The division of one engine's sequences over `mesh.cp`. choice: how its attention is computed."""
+    """The division of one engine's sequences over `mesh.cp`. choice: how its attention is computed. in_text: the
+    model of texts runs, on a part, behind one that sees images."""
 
     choice: Choice
+    in_text = False
 
     def __init__(
         self,
@@ -69,7 +78,7 @@ class ContextParallel:
         facts = facts_of(model)
         self.choice = choose(section, facts, mesh.cp.size, mesh.tp.size)
         self._shifts, self._text, self._first = shifts_labels(model), text_model(model), first_position(model)
-        self._filler = filler(model)
+        self._filler, self._takes_positions = filler(model), takes(model, "position_ids")
         self._work = Work(facts.pair, facts.token, facts.causal, facts.window)
         self._layouts: dict[int, Layout] = {}
         self._at: int | None = None
@@ -84,7 +93,7 @@ class ContextParallel:
         blocks = {name: block for name, block in blocks.items() if block in inside}
         self._uncalled = {block: name for name, block in blocks.items() if not mixes_none(block)}
         self._block_of = {module: block for block in blocks.values() for module in block.modules()}
-        self._patches.call(replace_attention(text, NAME, _attention))
+        self._patches.call(replace_attention(text, NAME if text is model else MASKED, _attention))
         self._patches.call(self._forget)
         for module in text.modules():
             _owners[module] = self
@@ -92,7 +101,11 @@ class ContextParallel:
             self._patch(mixer, self._mix)
         for rotary in rotary_by_length(text):
             self._patch(rotary, self._tables)
+        for table in counting_embeddings(text):
+            self._patch(table, self._embed)
         if self._text is not None:
+            register_masks(MASKED, _makes_masks)
+            _owners_of_configs[id(self._text.config)] = self
             self._patch(self._text, self._begin_part)
         for module in text.modules():
             if (temperature := Temperature.of(module)) is not None:
@@ -109,6 +122,8 @@ class ContextParallel:
     def _forget(self) -> None:
         for module in [each for each, owner in _owners.items() if owner is self]:
             del _owners[module]
+        for key in [each for each, owner in _owners_of_configs.items() if owner is self]:
+            del _owners_of_configs[key]
 
     # ---- batches
 
@@ -126,7 +141,7 @@ class ContextParallel:
             found, self._axis, self._split, self._section, self.choice.method, self._work
         )
         if self._text is None:
-            if found.plain:
+            if found.plain and self._takes_positions:
                 values["position_ids"] = found.positions.to(main.device)
             return {
                 name: part_of(name, value, found, layout)
@@ -168,20 +183,35 @@ class ContextParallel:
             Tensor, lambda each: each[..., :-1, :], forward(x, positions, **kwargs)
         )
 
+    def _embed(self, table: nn.Embedding, forward: Callable[..., Any], *_: Any, **__: Any) -> Tensor:
+        """Call an embedding of positions, which it would count by itself, with those of this rank's part."""
+        layout = self._now(type(table).__name__)
+        positions = layout.part(layout.positions).to(table.weight.device) + getattr(table, "offset", 0)
+        return nn.Embedding.forward(table, positions)
+
     def _begin_part(self, text: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model of texts behind others with this rank's part."""
         what = type(text).__name__
-        layout, mask = self._now(what), kwargs.pop("attention_mask", None)
-        if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.dim() > 2):
-            raise ModelError(
-                f"{what} is given masks of the whole sequence, such as those of images whose tokens see each "
-                "other: set mesh.cp = 1"
-            )
-        if kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = layout.positions
-        layout.longest = kwargs["position_ids"].max()
+        layout, masks = self._now(what), kwargs.pop("attention_mask", None)
+        if isinstance(masks, Mapping):
+            kwargs["attention_mask"] = {
+                name: given_mask(what, each, len(layout.documents)) for name, each in masks.items()
+            }
+        else:
+            kwargs["attention_mask"] = given_mask(what, masks, len(layout.documents))
+        given = kwargs.get("position_ids")
+        if given is None or given.dim() < 3:  # else of images, by several numbers for each token
+            given = layout.positions
+        layout.longest = given.max()
+        kwargs["position_ids"] = given.expand(*given.shape[:-2], *layout.documents.shape)
+        if takes(text, "use_cache"):
+            kwargs["use_cache"] = False  # of its own config, which may say otherwise
         args, kwargs = pytree.tree_map_only(Tensor, layout.part, (args, kwargs))
-        return forward(*args, **kwargs)
+        self.in_text = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.in_text = False
 
     # ---- attention
 
@@ -203,7 +233,7 @@ class ContextParallel:
                 f"{what} has {lengths[0]} queries and {lengths[1]} keys, but this rank's part of the "
                 f"sequence has {layout.length} tokens: it is not cut over mesh.cp; set mesh.cp = 1"
             )
-        if mask is not None:
+        if mask is not None and not isinstance(mask, Mask):
             raise ModelError(
                 f"{what} has a mask of its own, of tokens that are on several ranks: set mesh.cp = 1"
             )
@@ -211,7 +241,10 @@ class ContextParallel:
             raise ModelError(f"{what} has a dropout of {options['dropout']}: set it to 0, or mesh.cp = 1")
         if options.get("position_bias") is not None:
             raise ModelError(f"{what} adds a bias by position: set mesh.cp = 1")
-        across = layout.of_rule(_rule(module, query, options), chunk_of(module))
+        rule, chunk = _rule(module, query, options), chunk_of(module)
+        if mask is not None:
+            rule, chunk = replace(rule, causal=False, window=None, mask=mask), None
+        across = layout.of_rule(rule, chunk)
         self._uncalled.pop(self._block_of.get(module, module), None)
         if (temperature := self._temperatures.get(module)) is not None:
             query = temperature(query, layout.part(layout.place))
@@ -229,10 +262,34 @@ class ContextParallel:
             )
 
 
+def _makes_masks(config: object) -> bool:
+    """Return whether a model makes masks of whole sequences, before its model of texts gets a part."""
+    owner = _owners_of_configs.get(id(config))
+    return owner is not None and not owner.in_text
+
+
+def given_mask(what: str, whole: Any, samples: int) -> Mask | None:
+    """Return a mask that a model made of whole sequences, (samples, 1, queries, keys), for our attention.
+    None stands for the mask that each attention has by itself."""
+    if whole is None or (isinstance(whole, Tensor) and whole.dim() == 2):
+        return None
+    if not isinstance(whole, Tensor) or whole.dtype != torch.bool or whole.dim() != 4 or whole.shape[1] != 1:
+        raise ModelError(
+            f"{what} is given masks of the whole sequence that are no bool of (samples, 1, tokens, tokens): "
+            'set attn_implementation = "sdpa" in the model\'s config, or mesh.cp = 1'
+        )
+    return Mask(whole[:, 0].expand(samples, -1, -1))
+
+
 def _rule(module: nn.Module, query: Tensor, options: Mapping[str, Any]) -> Rule:
     scale, causal = options.get("scaling"), options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     window = options.get("sliding_window")
+    if getattr(module, "is_decoder", False) and not causal:
+        raise ModelError(
+            f"{type(module).__name__} is a decoder's, but says that it is not causal (is_causal = False), so "
+            "that only masks would tell what its tokens see: set mesh.cp = 1"
+        )
     if window is not None and not causal:
         raise ModelError(
             f"{type(module).__name__} sees a window on both sides, whose width transformers' attentions do "

@@ -82,9 +82,10 @@ class Whole:
         return pytree.tree_unflatten([self._mine(e) for e in several], pytree.tree_structure(outputs[0]))
 
     def _mine(self, values: tuple[Any, ...]) -> Any:
-        """Return this rank's tokens of the outputs for each length; what is no tensor is that of the
-        first."""
-        if not isinstance(values[0], Tensor):
+        """Return this rank's tokens of the outputs for each length; what has no values of tokens is that of
+        the first."""
+        shapes = [places.shape for places in self.pieces.places]
+        if [each.shape[:2] if isinstance(each, Tensor) else None for each in values] != shapes:
             return values[0]
         return torch.cat([each.flatten(0, 1) for each in values])[self.pieces.mine]
 
