@@ -748,6 +748,18 @@ def register_attention(configs: Sequence[Any], name: str, function: Callable[...
     return undo
 
 
+def register_masks(name: str, wanted: Callable[[Any], bool]) -> None:
+    """Have models make bool masks, (samples, 1, queries, keys), for attentions of this name where
+    `wanted(config)`, and none elsewhere."""
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    def masks(*args: Any, config: Any, **options: Any) -> Any:
+        return sdpa_mask(*args, config=config, **options) if wanted(config) else None
+
+    AttentionMaskInterface.register(name, masks)
+
+
 def quiet(rank: int) -> None:
     """Turn off transformers' progress bars, which would disturb ours, and its warnings on all ranks but 0."""
     from transformers.utils import logging

@@ -1,54 +1,66 @@
 """A model whose sequences are divided over the ranks of `mesh.cp`: cuts its batches, and computes its
 attention, whose function is ours.
 
-Invariant: outside of attention a rank has its part of each sequence, and nothing of others.
-Communication: that of `methods`, in each attention."""
+Invariant: outside of what mixes tokens a rank has its part of each sequence, and nothing of others. Where a
+model sees images or sounds, every rank embeds the whole, and the part begins at its model of texts.
+Communication: that of `methods` in each attention, and of `mixers` in each mixer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.utils import _pytree as pytree
 
 from polyreme.config.schema import ContextSection
 from polyreme.distributed.mesh import Mesh
-from polyreme.errors import BatchError, ModelError, named
-from polyreme.models.attention import facts_of, replace_attention
-from polyreme.models.huggingface import IGNORED_LABEL, shifts_labels
+from polyreme.errors import ModelError, named
+from polyreme.models.attention import (
+    Temperature,
+    chunk_of,
+    counting_embeddings,
+    facts_of,
+    filler,
+    first_position,
+    mixers,
+    mixes_none,
+    replace_attention,
+    rotary_by_length,
+    takes,
+    text_model,
+)
+from polyreme.models.huggingface import register_masks, shifts_labels
 from polyreme.models.patches import Patches
 from polyreme.sequence import documents as documents_of
+from polyreme.sequence.batches import part_of, shifted, tokens_of, whole_of
 from polyreme.sequence.choice import Choice, choose, refuse
-from polyreme.sequence.documents import DROPPED, Documents
-from polyreme.sequence.methods import Across, attention
-from polyreme.sequence.parts import Parts, Work, cut, padded_length
-from polyreme.sequence.visible import Rule, Tokens
+from polyreme.sequence.documents import DROPPED
+from polyreme.sequence.layout import Layout
+from polyreme.sequence.methods import attention
+from polyreme.sequence.parts import Work
+from polyreme.sequence.visible import Mask, Rule
 
 NAME = "polyreme_context"
 """The name of our function among transformers' attentions."""
+MASKED = "polyreme_context_masked"
+"""Its name in models of texts behind others, which may make masks of whole sequences."""
 
 _owners: WeakKeyDictionary[nn.Module, ContextParallel] = WeakKeyDictionary()
-
-
-@dataclass
-class Layout:
-    """Where the tokens of a micro-batch lie: `length` of them on each rank. across: what its attentions need,
-    by their rule."""
-
-    parts: Parts
-    tokens: list[Tokens]
-    length: int
-    across: dict[Rule, Across] = field(default_factory=dict)
+_owners_of_configs: dict[int, ContextParallel] = {}
+"""Of configs of models of texts behind others, which cannot be hashed, by their ids."""
 
 
 class ContextParallel:
-    """The division of one engine's sequences over `mesh.cp`. choice: how its attention is computed."""
+    """The division of one engine's sequences over `mesh.cp`. choice: how its attention is computed. in_text: the
+    model of texts runs, on a part, behind one that sees images."""
 
     choice: Choice
+    in_text = False
 
     def __init__(
         self,
@@ -65,24 +77,53 @@ class ContextParallel:
         refuse(model, section, mesh.cp.size, mesh.tp.size, own_loss)
         facts = facts_of(model)
         self.choice = choose(section, facts, mesh.cp.size, mesh.tp.size)
-        self._shifts = shifts_labels(model)
+        self._shifts, self._text, self._first = shifts_labels(model), text_model(model), first_position(model)
+        self._filler, self._takes_positions = filler(model), takes(model, "position_ids")
         self._work = Work(facts.pair, facts.token, facts.causal, facts.window)
         self._layouts: dict[int, Layout] = {}
         self._at: int | None = None
         self._uncalled: dict[nn.Module, str] = {}  # blocks whose attention was not called yet
+        self._patched: set[nn.Module] = set()
+        self._temperatures: dict[nn.Module, Temperature] = {}
 
     def attach(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         """Compute the attention of a model, of whose `blocks` each must have some."""
-        self._uncalled = {block: name for name, block in blocks.items()}
+        text = self._text or model
+        inside = {*text.modules()}
+        blocks = {name: block for name, block in blocks.items() if block in inside}
+        self._uncalled = {block: name for name, block in blocks.items() if not mixes_none(block)}
         self._block_of = {module: block for block in blocks.values() for module in block.modules()}
-        self._patches.call(replace_attention(model, NAME, _attention))
+        self._patches.call(replace_attention(text, NAME if text is model else MASKED, _attention))
         self._patches.call(self._forget)
-        for module in model.modules():
+        for module in text.modules():
             _owners[module] = self
+        for mixer in mixers(blocks.values()):
+            self._patch(mixer, self._mix)
+        for rotary in rotary_by_length(text):
+            self._patch(rotary, self._tables)
+        for table in counting_embeddings(text):
+            self._patch(table, self._embed)
+        if self._text is not None:
+            register_masks(MASKED, _makes_masks)
+            _owners_of_configs[id(self._text.config)] = self
+            self._patch(self._text, self._begin_part)
+        for module in text.modules():
+            if (temperature := Temperature.of(module)) is not None:
+                self._temperatures[module] = temperature
+                self._patches.attribute(module, "attn_temperature_tuning", False)
+
+    def _patch(self, module: nn.Module, through: Callable[..., Any]) -> None:
+        """Have calls of a module's forward go through a function of the module, its forward, and what it is
+        given."""
+        if module not in self._patched:
+            self._patched.add(module)
+            self._patches.forward(module, partial(through, module, module.forward))
 
     def _forget(self) -> None:
         for module in [each for each, owner in _owners.items() if owner is self]:
             del _owners[module]
+        for key in [each for each, owner in _owners_of_configs.items() if owner is self]:
+            del _owners_of_configs[key]
 
     # ---- batches
 
@@ -93,91 +134,84 @@ class ContextParallel:
     def cut(self, batch: Any, microbatch: int) -> dict[str, Any]:
         """Return this rank's part of a micro-batch, and remember where its tokens lie. Raises BatchError for
         a batch that cannot be cut."""
-        if not isinstance(batch, Mapping):
-            raise BatchError(
-                f"a batch that is a {type(batch).__name__} cannot be cut over mesh.cp: give a mapping with "
-                "input_ids and labels, or set mesh.cp = 1"
-            )
-        main = next(
-            (batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None
+        main = tokens_of(batch)
+        found = documents_of.find(batch, *main.shape[:2], first=self._first)
+        values = shifted(batch, found, self._shifts)
+        layout = self._layouts[microbatch] = Layout.of(
+            found, self._axis, self._split, self._section, self.choice.method, self._work
         )
-        if not isinstance(main, Tensor) or main.dim() < 2:
-            raise BatchError(
-                "the batch has neither input_ids nor inputs_embeds of (samples, tokens), which mesh.cp cuts: "
-                "add them, or set mesh.cp = 1"
-            )
-        samples, length = main.shape[:2]
-        found = documents_of.find(batch, samples, length)
-        values = self._shifted({**batch, "position_ids": found.positions.to(main.device)}, found, main)
-        layout = self._layouts[microbatch] = self._layout(found)
-        extra = layout.parts.padded - length
+        if self._text is None:
+            if found.plain and self._takes_positions:
+                values["position_ids"] = found.positions.to(main.device)
+            return {
+                name: part_of(name, value, found, layout)
+                for name, value in values.items()
+                if name not in DROPPED
+            }
+        if values.get("attention_mask") is None:  # which tells padding of ours from tokens
+            values["attention_mask"] = torch.ones(found.of.shape, dtype=torch.long, device=main.device)
         return {
-            name: self._part(name, value, (samples, length), extra, layout)
+            name: whole_of(name, value, found, layout, self._filler)
             for name, value in values.items()
-            if name not in DROPPED
+            if name not in DROPPED or name == "attention_mask"
         }
 
-    def _shifted(self, values: dict[str, Any], found: Documents, main: Tensor) -> dict[str, Any]:
-        """Return a batch whose labels are shifted, where the model's loss would do that; the token that
-        begins a document is predicted from none."""
-        labels, shifted = values.get("labels"), values.get("shift_labels")
-        if labels is None and shifted is None:
-            return values
-        for name, given in (("labels", labels), ("shift_labels", shifted)):
-            if given is not None and given.shape != main.shape[:2]:
-                raise BatchError(
-                    f"{name} of {list(given.shape)} are not one for each of the {list(main.shape[:2])} "
-                    "tokens, as mesh.cp needs to cut them: set mesh.cp = 1"
-                )
-        if not self._shifts:
-            return values
-        if labels is not None and shifted is not None:
-            raise BatchError(
-                "the batch has labels and shift_labels: give labels, which are shifted by one before "
-                "sequences are cut, or shift_labels alone, which are taken as they are"
-            )
-        if labels is not None:
-            shifted = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-            shifted = shifted.masked_fill(found.last.to(shifted.device), IGNORED_LABEL)
-        return {**values, "labels": shifted, "shift_labels": shifted}
+    # ---- what gets more than a part, or tells where it lies
 
-    def _layout(self, found: Documents) -> Layout:
-        """Return where the tokens lie, those of padding in a document of their own."""
-        count, length = found.of.shape
-        padded = padded_length(length, self._axis.size, self._split)
-        extra = padded - length
-        of, seen = found.of, found.seen
-        if extra:
-            of = torch.cat([of, (of[:, -1:] + 1).expand(count, extra)], 1)
-            seen = torch.cat([seen, torch.ones(count, extra, dtype=torch.bool)], 1)
-        balance = self._section.balance
-        if self.choice.method == "ulysses":  # every rank has all tokens of some heads
-            balance = "contiguous"
-        parts = cut(of, self._axis.size, balance, self._work)
-        keys = of.masked_fill(~seen, -1)
-        tokens = [
-            Tokens(parts.order[:, rank], parts.mine(of, rank), parts.mine(keys, rank))
-            for rank in range(self._axis.size)
-        ]
-        return Layout(parts, tokens, padded // self._axis.size)
-
-    def _part(self, name: str, value: Any, shape: tuple[int, int], extra: int, layout: Layout) -> Any:
-        """Return this rank's part of one value of a batch, whose tokens are padded by `extra`."""
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        if value.shape[:2] != shape:
-            raise BatchError(
-                f"{name} of {list(value.shape)} cannot be cut over mesh.cp, which takes tensors of "
-                f"{list(shape)}, a value for each token: leave it out, or set mesh.cp = 1"
+    def _now(self, what: str) -> Layout:
+        """Return where the tokens of the micro-batch are that a module, `what`, is called with."""
+        if self._at is None:
+            raise ModelError(
+                f"{what} was called outside of train_step and eval_step, which cut sequences over mesh.cp: "
+                "use these, or load a checkpoint of the model with mesh.cp = 1"
             )
-        if extra:  # labels that are ignored, positions that go on from 0, and else the last token again
-            more = value[:, -1:].expand(-1, extra, *value.shape[2:])
-            if name in ("labels", "shift_labels"):
-                more = torch.full_like(more, IGNORED_LABEL)
-            elif name == "position_ids":
-                more = torch.arange(extra, device=value.device).expand_as(more)
-            value = torch.cat([value, more], 1)
-        return layout.parts.mine(value, self._axis.rank)
+        return self._layouts[self._at]
+
+    def _mix(self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a mixer with whole documents."""
+        layout, what = self._now(type(mixer).__name__), type(mixer).__name__
+        self._uncalled.pop(self._block_of[mixer], None)
+        return layout.whole.run(what, forward, args, kwargs)
+
+    def _tables(
+        self, rotary: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, **kwargs: Any
+    ) -> Any:
+        """Call a module for rotary tables that depend on the longest position, with that of all ranks."""
+        longest = self._now(type(rotary).__name__).longest.to(position_ids)
+        positions = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)
+        return pytree.tree_map_only(
+            Tensor, lambda each: each[..., :-1, :], forward(x, positions, **kwargs)
+        )
+
+    def _embed(self, table: nn.Embedding, forward: Callable[..., Any], *_: Any, **__: Any) -> Tensor:
+        """Call an embedding of positions, which it would count by itself, with those of this rank's part."""
+        layout = self._now(type(table).__name__)
+        positions = layout.part(layout.positions).to(table.weight.device) + getattr(table, "offset", 0)
+        return nn.Embedding.forward(table, positions)
+
+    def _begin_part(self, text: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model of texts behind others with this rank's part."""
+        what = type(text).__name__
+        layout, masks = self._now(what), kwargs.pop("attention_mask", None)
+        if isinstance(masks, Mapping):
+            kwargs["attention_mask"] = {
+                name: given_mask(what, each, len(layout.documents)) for name, each in masks.items()
+            }
+        else:
+            kwargs["attention_mask"] = given_mask(what, masks, len(layout.documents))
+        given = kwargs.get("position_ids")
+        if given is None or given.dim() < 3:  # else of images, by several numbers for each token
+            given = layout.positions
+        layout.longest = given.max()
+        kwargs["position_ids"] = given.expand(*given.shape[:-2], *layout.documents.shape)
+        if takes(text, "use_cache"):
+            kwargs["use_cache"] = False  # of its own config, which may say otherwise
+        args, kwargs = pytree.tree_map_only(Tensor, layout.part, (args, kwargs))
+        self.in_text = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.in_text = False
 
     # ---- attention
 
@@ -193,18 +227,13 @@ class ContextParallel:
         """Return the attention of this rank's queries, (samples, tokens, heads, width). Raises ModelError for
         what only a part of the sequence would show wrongly."""
         what = type(module).__name__
-        if self._at is None:
-            raise ModelError(
-                f"{what} was called outside of train_step and eval_step, which cut sequences over mesh.cp: "
-                "use these, or load a checkpoint of the model with mesh.cp = 1"
-            )
-        layout, lengths = self._layouts[self._at], (query.shape[2], key.shape[2])
+        layout, lengths = self._now(what), (query.shape[2], key.shape[2])
         if lengths != (layout.length, layout.length):
             raise ModelError(
                 f"{what} has {lengths[0]} queries and {lengths[1]} keys, but this rank's part of the "
                 f"sequence has {layout.length} tokens: it is not cut over mesh.cp; set mesh.cp = 1"
             )
-        if mask is not None:
+        if mask is not None and not isinstance(mask, Mask):
             raise ModelError(
                 f"{what} has a mask of its own, of tokens that are on several ranks: set mesh.cp = 1"
             )
@@ -212,11 +241,14 @@ class ContextParallel:
             raise ModelError(f"{what} has a dropout of {options['dropout']}: set it to 0, or mesh.cp = 1")
         if options.get("position_bias") is not None:
             raise ModelError(f"{what} adds a bias by position: set mesh.cp = 1")
-        rule = _rule(module, query, options)
-        if rule not in layout.across:
-            layout.across[rule] = Across(self._axis, layout.tokens, rule)
+        rule, chunk = _rule(module, query, options), chunk_of(module)
+        if mask is not None:
+            rule, chunk = replace(rule, causal=False, window=None, mask=mask), None
+        across = layout.of_rule(rule, chunk)
         self._uncalled.pop(self._block_of.get(module, module), None)
-        sinks, across = options.get("s_aux"), layout.across[rule]
+        if (temperature := self._temperatures.get(module)) is not None:
+            query = temperature(query, layout.part(layout.place))
+        sinks = options.get("s_aux")
         return attention(self.choice.method, query, key, value, sinks, across).transpose(1, 2).contiguous()
 
     def check(self) -> None:
@@ -230,10 +262,34 @@ class ContextParallel:
             )
 
 
+def _makes_masks(config: object) -> bool:
+    """Return whether a model makes masks of whole sequences, before its model of texts gets a part."""
+    owner = _owners_of_configs.get(id(config))
+    return owner is not None and not owner.in_text
+
+
+def given_mask(what: str, whole: Any, samples: int) -> Mask | None:
+    """Return a mask that a model made of whole sequences, (samples, 1, queries, keys), for our attention.
+    None stands for the mask that each attention has by itself."""
+    if whole is None or (isinstance(whole, Tensor) and whole.dim() == 2):
+        return None
+    if not isinstance(whole, Tensor) or whole.dtype != torch.bool or whole.dim() != 4 or whole.shape[1] != 1:
+        raise ModelError(
+            f"{what} is given masks of the whole sequence that are no bool of (samples, 1, tokens, tokens): "
+            'set attn_implementation = "sdpa" in the model\'s config, or mesh.cp = 1'
+        )
+    return Mask(whole[:, 0].expand(samples, -1, -1))
+
+
 def _rule(module: nn.Module, query: Tensor, options: Mapping[str, Any]) -> Rule:
     scale, causal = options.get("scaling"), options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     window = options.get("sliding_window")
+    if getattr(module, "is_decoder", False) and not causal:
+        raise ModelError(
+            f"{type(module).__name__} is a decoder's, but says that it is not causal (is_causal = False), so "
+            "that only masks would tell what its tokens see: set mesh.cp = 1"
+        )
     if window is not None and not causal:
         raise ModelError(
             f"{type(module).__name__} sees a window on both sides, whose width transformers' attentions do "

@@ -26,12 +26,13 @@ DROPPED = (*IDS, *ENDS, "cu_seq_lens_k", "cu_seqlens_k", "max_length_q", "max_le
 class Documents:
     """The document of each token, counted in each row from 0; whether others may see it (which is not so of
     padding); its position in the model; and whether the batch says that there are several documents. Tensors
-    of (samples, tokens), on the CPU."""
+    of (samples, tokens), on the CPU. plain: a position is one number, not several as in images."""
 
     of: Tensor
     seen: Tensor
     positions: Tensor
     several: bool
+    plain: bool = True
 
     @property
     def last(self) -> Tensor:
@@ -42,21 +43,38 @@ class Documents:
         return ends
 
 
-def find(batch: Mapping[str, Any], samples: int, length: int) -> Documents:
-    """Return the documents of a batch of so many samples and tokens. Raises BatchError where what the batch
-    says of them cannot be."""
-    seen = _seen(batch, samples, length)
-    positions = _rows(batch, "position_ids", samples, length)
-    begins, said = _begins(batch, positions, seen)
+def find(batch: Mapping[str, Any], samples: int, length: int, first: int = 0) -> Documents:
+    """Return the documents of a batch of so many samples and tokens. first: the position of a document's
+    first token in the model; positions that begin at 0 are counted on from there. Raises BatchError where
+    what the batch says of them cannot be."""
+    seen, given = _seen(batch, samples, length), batch.get("position_ids")
+    plain = not isinstance(given, Tensor) or given.dim() < 3
+    positions = _rows(batch, "position_ids", samples, length) if plain else None
+    if positions is not None and not positions[:, 0].any():
+        positions = positions + first
+    begins, said = _begins(batch, positions, seen, first)
+    if not plain:  # of images, whose tokens have several: (3 or 4, samples, tokens)
+        begins, said = _begins_of_images(cast("Tensor", given), begins, seen), True
     begins[:, 0] = False
     of = begins.cumsum(1)
     if positions is None:
-        positions = torch.arange(length).expand(samples, length)
+        positions = torch.arange(length).expand(samples, length) + first
         if said:
-            positions = places(of)
+            positions = places(of) + first
     elif not said:
         _refuse_jumps(positions, begins, seen)
-    return Documents(of, seen, positions, bool(begins.any()))
+    return Documents(of, seen, positions, bool(begins.any()), plain)
+
+
+def _begins_of_images(given: Tensor, begins: Tensor, seen: Tensor) -> Tensor:
+    """Return where documents begin, by positions of several numbers for each token, all of which are 0
+    there."""
+    if given.dim() != 3 or given.shape[1:] != seen.shape:
+        raise BatchError(
+            f"position_ids of {list(given.shape)} cannot be cut over mesh.cp: give a tensor of "
+            f"{[len(given), *seen.shape]}, numbers for each token, or set mesh.cp = 1"
+        )
+    return begins | ((given.detach().cpu() == 0).all(0) & seen)
 
 
 def places(of: Tensor) -> Tensor:
@@ -67,7 +85,9 @@ def places(of: Tensor) -> Tensor:
     return index - torch.where(first, index, 0).cummax(1).values
 
 
-def _begins(batch: Mapping[str, Any], positions: Tensor | None, seen: Tensor) -> tuple[Tensor, bool]:
+def _begins(
+    batch: Mapping[str, Any], positions: Tensor | None, seen: Tensor, first: int
+) -> tuple[Tensor, bool]:
     """Return where documents begin, and whether that is said by another key than `position_ids`."""
     begins = torch.zeros_like(seen)
     ids = next((name for name in IDS if batch.get(name) is not None), None)
@@ -84,7 +104,7 @@ def _begins(batch: Mapping[str, Any], positions: Tensor | None, seen: Tensor) ->
         begins[0, _ends(batch[ends], ends, *seen.shape)[:-1]] = True
         return begins, True
     if positions is not None:
-        begins = (positions == 0) & seen
+        begins = (positions == first) & seen
     return begins, False
 
 

@@ -15,16 +15,30 @@ TILE = 1024
 """Queries, and keys, whose scores are computed together."""
 
 
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which keys each query sees, by the places of both in their sequence, (samples, queries, keys)."""
+
+    sees: Tensor
+
+    def of(self, place: Tensor, other: Tensor) -> Tensor:
+        """Return what queries at `place`, (samples, queries, 1), see of keys at `other`, (samples, 1,
+        keys)."""
+        rows = torch.arange(len(self.sees), device=self.sees.device)[:, None, None]
+        return self.sees[rows, place.to(self.sees.device), other.to(self.sees.device)].to(place.device)
+
+
 @dataclass(frozen=True)
 class Rule:
     """How scores are made, and which keys of its document a query sees: causal: none after it. window: so
     many, counted back from it, with itself; without `causal`, so far on both sides. softcap: scores are
-    bent to stay below it."""
+    bent to stay below it. mask: those that it says alone, whatever `causal` and `window` say."""
 
     scale: float
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
+    mask: Mask | None = None
 
 
 Range = tuple[int, int, int, int, int, int]
@@ -70,7 +84,7 @@ def seen(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule, device: to
     of them, or False for none."""
     low, high, first, last, _, _ = queries.ranges[at]
     start, stop, _, _, least, most = keys.ranges[of]
-    inside = True
+    inside = rule.mask is None
     if first > most or last < least or (rule.causal and high < start):
         return False
     if rule.window is not None:
@@ -83,6 +97,8 @@ def seen(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule, device: to
     place, document, _ = (each[:, queries.tiles[at], None] for each in queries.on(device))
     other, _, key = (each[:, None, keys.tiles[of]] for each in keys.on(device))
     found = document == key
+    if rule.mask is not None:
+        return found & rule.mask.of(place, other)
     if rule.causal:
         found &= other <= place
     if rule.window is not None:

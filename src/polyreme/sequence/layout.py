@@ -1,0 +1,101 @@
+"""Where the tokens of a micro-batch lie, for all that mixes them.
+
+Communication: none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from polyreme.config.schema import ContextSection
+from polyreme.distributed.mesh import Axis
+from polyreme.sequence.documents import Documents, places
+from polyreme.sequence.methods import Across, Method
+from polyreme.sequence.mixers import Pieces, Whole
+from polyreme.sequence.parts import Parts, Work, cut, padded_length
+from polyreme.sequence.visible import Rule, Tokens
+
+
+@dataclass
+class Layout:
+    """Where the tokens of a micro-batch lie: `length` of them on each rank. place: of each token in its
+    document, (samples, tokens), padding apart. positions: in the model, of all tokens. longest: the largest position of all tokens. across: what
+    attentions need, by their rule and chunks."""
+
+    axis: Axis
+    parts: Parts
+    tokens: list[Tokens]
+    documents: Tensor
+    positions: Tensor
+    longest: Tensor
+    across: dict[tuple[Rule, int | None], Across] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, found: Documents, axis: Axis, split: int, section: ContextSection, method: Method, work: Work
+    ) -> Layout:
+        """Return it for the documents of a batch, with the tokens of padding in a document of their own.
+        split: ranks that divide a rank's tokens once more outside of attention."""
+        count, length = found.of.shape
+        padded = padded_length(length, axis.size, split)
+        extra = padded - length
+        of, seen = found.of, found.seen
+        if extra:
+            of = torch.cat([of, (of[:, -1:] + 1).expand(count, extra)], 1)
+            seen = torch.cat([seen, torch.ones(count, extra, dtype=torch.bool)], 1)
+        # every rank has all tokens of some heads in ulysses
+        parts = cut(of, axis.size, "contiguous" if method == "ulysses" else section.balance, work)
+        keys = of.masked_fill(~seen, -1)
+        tokens = [
+            Tokens(parts.order[:, rank], parts.mine(of, rank), parts.mine(keys, rank))
+            for rank in range(axis.size)
+        ]
+        positions = torch.cat([found.positions, torch.arange(extra).expand(count, extra)], 1)
+        return cls(axis, parts, tokens, 2 * of + ~seen, positions, found.positions.max())
+
+    @property
+    def length(self) -> int:
+        """The tokens of a rank, of each sample."""
+        return self.parts.order.shape[2]
+
+    def part(self, value: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of (samples, padded tokens, ...), or of the positions in
+        images, (..., samples, padded tokens); any other one as it is."""
+        shape = self.documents.shape
+        if value.shape[:2] == shape:
+            return self.parts.mine(value, self.axis.rank)
+        if value.shape[-2:] == shape:
+            rows = torch.arange(shape[0])[:, None]
+            return value[..., rows, self.parts.order[:, self.axis.rank]]
+        return value
+
+    @cached_property
+    def place(self) -> Tensor:
+        """The place of each token of all ranks in its document, from its first that is no padding."""
+        return places(self.documents)
+
+    @cached_property
+    def whole(self) -> Whole:
+        """What a mixer needs to get whole documents."""
+        mine = self.parts.order[:, self.axis.rank]
+        return Whole(self.axis, self.parts, Pieces.of(self.documents, mine))
+
+    def of_rule(self, rule: Rule, chunk: int | None) -> Across:
+        """Return what an attention needs, whose queries see the keys of their chunk of so many tokens."""
+        if (rule, chunk) not in self.across:
+            tokens = self.tokens if chunk is None else self._chunks(chunk)
+            self.across[rule, chunk] = Across(self.axis, tokens, rule)
+        return self.across[rule, chunk]
+
+    def _chunks(self, chunk: int) -> list[Tokens]:
+        """Return the tokens of all ranks with chunks for documents."""
+        found = []
+        for rank, tokens in enumerate(self.tokens):
+            number = self.parts.mine(self.place // chunk, rank)
+            number = number + tokens.document * (self.parts.padded // chunk + 1)
+            keys = number.masked_fill(tokens.key < 0, -1)
+            found.append(replace(tokens, document=number, key=keys, _moved={}))
+        return found
