@@ -86,16 +86,54 @@ def test_the_optimizers_of_the_config(name: str) -> None:
     assert found.first is None, str(found)
 
 
+NUMERICS = [
+    ("bf16", {"tp": 2}), ("fp16", {"tp": 2}),
+    *(
+        pytest.param(compute, mesh, marks=whole)
+        for compute, mesh in (
+            ("fp16", {"dp": 2}), ("fp32", {"tp": 2}), ("bf16", {"dp": 2}), ("autocast-bf16", {"dp": 2}),
+            ("autocast-fp16", {"dp": 2}),
+        )
+    ),
+]  # fmt: skip
+
+
 @quiet
-@pytest.mark.parametrize(
-    "compute", ["bf16", *(pytest.param(n, marks=whole) for n in ("fp32", "autocast-bf16"))]
-)
-def test_numerics(compute: str) -> None:
-    batch = models.share(models.tokens(8), 0, 2)
-    tp = 1 if compute == "autocast-bf16" else 2
-    config = {"precision": {"compute": compute}, "mesh": {"tp": tp}, "batch": {"size": 8 // tp, "micro": 2}}
-    found = of_threads(2, models.llama, batch, config, mode="numerics")
+@pytest.mark.parametrize(("compute", "mesh"), NUMERICS)
+def test_numerics(compute: str, mesh: dict[str, int]) -> None:
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return models.llama()
+
+    def run(rank: int, size: int) -> Verdict:
+        dp = mesh.get("dp", 1)
+        batch = models.share(models.tokens(8), rank % dp, dp)
+        config = {"precision": {"compute": compute}, "mesh": mesh, "zero": {"stage": 3, "min_bucket": 0}}
+        return verified(rank, size, seeded(), batch, config, mode="numerics")
+
+    found = threads.run(2, run)[0]
     assert found.first is None and "as its dtype rounds" in found.line, str(found)
+    error = next(row.error for row in found.rows if row.what == "weights after the update")
+    assert error < 1e-6, "weights are updated in float32, whatever the gradients' dtype rounds"
+
+
+@quiet
+def test_a_step_is_taken_again_until_its_loss_scale_fits() -> None:
+    def run(rank: int, size: int) -> Verdict:
+        torch.manual_seed(0)
+        precision = {"compute": "fp16", "initial_scale": 2.0**22, "hysteresis": 2}
+        batch = models.share(models.tokens(8), 0, 2)
+        config = {"precision": precision, "batch": {"size": 4, "micro": 2}}
+        return verified(
+            rank, size, models.llama(num_hidden_layers=1), batch, config, mode="numerics", steps=2
+        )
+
+    found = run(0, 1)
+    assert found.first is None and found.steps == 2, str(found)
+    assert any("step 1 was taken again until no gradient overflowed" in note for note in found.notes), str(
+        found
+    )
+    assert next(row for row in found.rows if row.what == "loss").compared == 2
 
 
 @quiet

@@ -4,6 +4,7 @@ faults that other systems' compositions really had."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -592,7 +593,8 @@ FAULTS["tensor-parallel ranks drop the same of different parts"] = Fault(
 )  # fmt: skip
 
 
-def verdict(rank: int, size: int, name: str, mode: Any = "structure") -> Verdict:
+def verdict(rank: int, size: int, name: str, compute: str = "") -> Verdict:
+    """compute: the dtype of the mode "numerics"."""
     fault = FAULTS.get(name) or HEALTHY[name]
     torch.manual_seed(0)
     model = FAMILIES[fault.family]().train()
@@ -602,8 +604,9 @@ def verdict(rank: int, size: int, name: str, mode: Any = "structure") -> Verdict
     optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "clip": "none"}
     sections = {"zero": {"stage": 2, "min_bucket": 0}, "optimizer": optimizer, **fault.sections}
     sections["zero"] = {"min_bucket": 0, **sections["zero"]}
-    if mode == "numerics":
-        sections["precision"] = {"compute": "bf16"}
+    if compute:
+        sections["precision"] = {"compute": compute}
+    mode: Any = "numerics" if compute else "structure"
     config = {**sections, "mesh": fault.mesh, "batch": {"size": SAMPLES, "micro": 2}}
     threads.HERE.plant = fault.plant
 
@@ -683,13 +686,30 @@ def test_a_run_without_a_fault_is_equal(name: str) -> None:
     assert Verdict.of_dict(found.to_dict()) == found
 
 
+COMPUTES = ("bf16", "fp16", "fp32")
+LARGER = (  # than rounding
+    "the sum of a row layer is missing",
+    "gradients are averaged twice",
+    "a norm decays",
+    "bias correction counts a step too many",
+    "a group has another's learning rate",
+    "a norm counts what tensor-parallel ranks share for each",
+)
+
+
 @quiet
-@pytest.mark.parametrize("name", ["the sum of a row layer is missing", "gradients are averaged twice"])
-def test_a_fault_that_is_larger_than_rounding_is_found_in_bf16(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "compute"),
+    [*(itertools.product(LARGER, COMPUTES) if ALL in os.environ else zip(LARGER, COMPUTES, strict=False))],
+)
+def test_a_fault_that_is_larger_than_rounding_is_found(name: str, compute: str) -> None:
     fault = FAULTS[name]
     with fault.patches():
-        first = threads.run(ranks_of(fault.mesh), verdict, name, "numerics")[0].first
-    assert (first.direction, first.step) == (fault.direction, 1) and re.fullmatch(fault.where, first.name)
+        found = threads.run(ranks_of(fault.mesh), verdict, name, compute)[0]
+    first = found.first
+    assert first is not None, str(found)
+    assert (first.direction, first.step) == (fault.direction, fault.step), str(found)
+    assert re.fullmatch(fault.where, first.name), str(found)
 
 
 def test_there_are_twenty_kinds_of_faults_in_all_directions() -> None:

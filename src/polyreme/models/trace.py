@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +20,17 @@ from polyreme.models.patches import Patches
 
 class Key(NamedTuple):
     """A tensor of a forward or backward. kind: "input", "output", "input gradient" or "output gradient" of a
-    module's `call`th call in a micro-batch; `place` among several."""
+    module's `call`th call in a micro-batch; `place` among several: the argument that it is in, and where."""
 
     micro: int
     kind: str
     module: str
     call: int
-    place: int
+    place: str
 
 
-Watcher = Callable[[str, list[Tensor]], object]
-"""Called with a module's name and tensors."""
+Watcher = Callable[[str, Mapping[str, Tensor]], object]
+"""Called with a module's name and tensors, by their places."""
 
 
 def watch(
@@ -45,10 +45,10 @@ def watch(
             if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():  # recomputed
                 return forward(*args, **kwargs)
             with torch._C.DisableTorchFunction():
-                entered(name, tensors_in((args, kwargs)))
+                entered(name, _placed([*enumerate(args), *kwargs.items()]))
             output = forward(*args, **kwargs)
             with torch._C.DisableTorchFunction():
-                left(name, tensors_in(output))
+                left(name, _placed([("", output)]))
             return output
 
         return wrapped
@@ -56,6 +56,10 @@ def watch(
     for name, module in model.named_modules():
         if names is None or name in names:
             patches.forward(module, around(name, module.forward))
+
+
+def _placed(values: Iterable[tuple[object, object]]) -> dict[str, Tensor]:
+    return {f"{name} {at}": each for name, value in values for at, each in enumerate(tensors_in(value))}
 
 
 class Trace:
@@ -81,11 +85,11 @@ class Trace:
         """Return when the tensor whose gradient `key` is got its gradient."""
         return min(self.order[each] for each in self._same[key] if each in self.order)
 
-    def _keep(self, kind: str, name: str, tensors: list[Tensor]) -> None:
+    def _keep(self, kind: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         if self.micro is None:
             return
         self._calls[self.micro, name] += kind == "input"
-        for place, tensor in enumerate(tensors):
+        for place, tensor in tensors.items():
             key = Key(self.micro, kind, name, self._calls[self.micro, name] - 1, place)
             self._note(key, tensor)
             if tensor.requires_grad:

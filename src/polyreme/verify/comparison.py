@@ -35,8 +35,10 @@ another order."""
 SMALL = 1e-6
 """Numbers this much smaller than the largest of their kind are compared with those, as what is left of
 cancelled numbers is rounding."""
-TOTALS = {("loss", ""): 0.1, ("norm", ""): 0.1}
-"""Sums over so much that their roundings cancel out: their error as a share of one rounding."""
+ROUNDINGS = {"loss": 0.1, "norm": 0.0, "update": 0.0}
+"""The error of what rounds less than a tensor in the working dtype, as a share of one rounding: a sum over
+so much that its roundings cancel out; norm and weights, which are computed in float32 from the run's own
+gradients."""
 _WHEN = {each: float(at) for at, each in enumerate(TITLES)}
 PHASES = _WHEN | dict.fromkeys(("gathered weights", "input"), _WHEN["forward"])
 """What comes first in a step; the forward's in the order of modules."""
@@ -87,7 +89,7 @@ class Findings:
         if self.measured is None:
             return self.least
         found = self.measured.get(key, 0.0)
-        least = max(self.least * TOTALS.get(key, 1.0), min(self.least, torch.finfo(torch.float32).eps))
+        least = max(self.least * ROUNDINGS.get(key[0], 1.0), min(self.least, torch.finfo(torch.float32).eps))
         return SLACK * max(found if math.isfinite(found) else 0.0, least)
 
     def add(
@@ -127,7 +129,8 @@ class Comparison:
 
     def __init__(self, engine: Engine, findings: Findings, rows: tuple[int, int] | None) -> None:
         """rows: this rank's place among those whose samples one forward of the reference has, or None."""
-        self._training, self._tp, self._rows = engine._training, engine.mesh.tp, rows
+        self._training, self._rows = engine._training, rows
+        self._tp, self._cp = engine.mesh.tp, engine.mesh.cp
         self._division, self._pp = self._training.placement.division, engine.mesh.pp
         self._findings, self._patches = findings, Patches()
         self._modules = dict(engine.module.named_modules())
@@ -176,16 +179,18 @@ class Comparison:
         of = [{*each.stages} for full, each in known.items() if f"{full}.".startswith(f"{name}.")]
         return mine if self._pp.size == 1 else mine.intersection(*of) if name else set()
 
-    def _forward(self, kind: str, name: str, tensors: list[Tensor]) -> None:
+    def _forward(self, kind: str, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Compare tensors of a forward; and their gradients, when they come."""
         stage, micro = self._training.blocks.place
         self._calls[stage, micro, name] += kind == "input"
         if stage not in self._stages[name]:
             return
-        for place, tensor in enumerate(tensors):
+        for place, tensor in tensors.items():
             key = Key(micro, kind, name, self._calls[stage, micro, name] - 1, place)
             if isinstance(tensor, StandIn) or key not in self._trace.values:
                 continue
+            if self._cp.size > 1 and not (tensor.dim() and (name or kind == "output")):
+                continue  # a loss of this rank's labels, and a batch whose labels are shifted
             at, cut = self._trace.order[key], self._cuts.get(name) if kind == "output" else None
             if isinstance(tensor, VocabParallelLogits):
                 cut, tensor = tensor.cut, tensor.shard
@@ -209,13 +214,32 @@ class Comparison:
     def _compare(
         self, direction: str, key: Key, found: Tensor, cut: Cut | None, order: Sequence[float]
     ) -> None:
-        expected = self._part(self._trace.values[key], found.shape, cut, direction == "input gradient")
+        whole = self._tokens(self._trace.values[key], found, key.micro)
+        expected = self._part(whole, found.shape, cut, direction == "input gradient")
         if expected is None:
             self._findings.unknown.add(key.module)
             return
         note = "of what it returned" if key.kind == "output gradient" else ""
         off, allowed = error(found, expected, self._sizes[key.kind]), self._findings.allowed(key)
         self._findings.add(direction, key.module, off, allowed, order, key.micro, note)
+
+    def _tokens(self, whole: Tensor, found: Tensor, micro: int) -> Tensor:
+        """Return an activation of this rank's tokens of each sequence, that of padding as it was found."""
+        if self._cp.size == 1 or whole.dim() < 2 or whole.dim() != found.dim():
+            return whole
+        sequences = self._training.context.sequences
+        assert sequences is not None
+        parts = sequences._layouts[micro].parts
+        order, length = parts.order[:, self._cp.rank].to(whole.device), whole.shape[1]
+        if (
+            whole.shape[0] not in (1, len(order))
+            or not 0 <= parts.padded - length < self._cp.size * self._tp.size
+        ):
+            return whole
+        rows = torch.arange(len(order), device=whole.device)[:, None]
+        mine = whole.expand(len(order), *whole.shape[1:])[rows, order.clamp(max=length - 1)]
+        padding = (order >= length).view(*order.shape, *(1,) * (mine.dim() - 2))
+        return torch.where(padding, found.to(mine), mine) if mine.shape == found.shape else mine
 
     def _part(self, whole: Tensor, shape: Sequence[int], cut: Cut | None, gradient: bool) -> Tensor | None:
         """Return this rank's part of an activation, by its shape and the division of the layer that returned
@@ -252,7 +276,13 @@ class Comparison:
         bucket.gradients.take_back()
         for index, (names, _) in enumerate(self._training.placement.named(bucket)):
             found = bucket.gradients.so_far(index)
-            if found is not None and bucket.tie is None:
+            if bucket.tie is not None or names[0] not in self._weights:
+                continue
+            if self._cp.size > 1:  # all of its ranks add one up
+                full = self._division.local(names[0], self._weights[names[0]])
+                found = torch.zeros_like(full) if found is None else found.double()
+                self._cp.all_reduce(found).wait()
+            if found is not None:
                 found = found.double() / self._unit
                 self.sums[names[0]] = self.sums[names[0]] + found if names[0] in self.sums else found
 

@@ -24,7 +24,7 @@ from polyreme.config import Config, Progress
 from polyreme.errors import BatchError
 from polyreme.models import huggingface
 from polyreme.models.huggingface import ForwardSignature, tensors_in
-from polyreme.models.trace import Trace
+from polyreme.models.trace import Key, Trace
 from polyreme.optim.groups import maker
 from polyreme.optim.lr_schedule import LRSchedule
 
@@ -55,7 +55,7 @@ class Exact(TorchFunctionMode):
         if func in DROPOUTS:
             args, kwargs = self._dropping(*DROPOUTS[func], args, kwargs)
         if self._wide and args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            cast = func is Tensor.to and args[1:2] == (torch.float32,)
+            cast = func in (Tensor.to, Tensor.type) and args[1:2] == (torch.float32,)
             if func is Tensor.float or cast or (self.updating and func is Tensor.bfloat16):
                 return args[0]
             if kwargs.get("dtype") == torch.float32:
@@ -260,7 +260,7 @@ class Reference:
         self._groups = [(group, group["lr"]) for each in self._optimizers for group in each.param_groups]
         self.trace = Trace(model)
         self._loss = Loss(model, loss_fn, compute, config.batch.mean == "ranks")
-        self._progress = Progress()
+        self._progress, self._unit = Progress(), 1.0
         self.weights: dict[str, Tensor] = {}
         self._take_weights()
 
@@ -302,7 +302,7 @@ class Reference:
         loss, weight = self._forward(part, keep=own is not None and part.data in (self._keeper, None))
         self.losses += [] if own is None else [(loss.item(), weight)]
         if loss.requires_grad and weight:
-            torch.autograd.backward([loss])
+            torch.autograd.backward([loss * self._unit])
         self.trace.micro = None
         given = {p for group, _ in self._groups for p in group["params"]}
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None and p in given}
@@ -310,20 +310,33 @@ class Reference:
             parameter.grad = None
         return found
 
-    def backward(self, parts: Sequence[Part], own: int) -> None:
-        """Compute the loss and the gradients of a step. The parts of data-parallel rank `own` are traced."""
+    def backward(self, parts: Sequence[Part], own: int, unit: float = 1.0) -> None:
+        """Compute the loss and the gradients of a step. The parts of data-parallel rank `own` are traced.
+        unit: what the sum of losses is multiplied by meanwhile, as by a loss scale."""
+        self._unit = unit
         self.losses: list[tuple[float, float]] = []
         self.own: dict[str, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
         wide = torch.promote_types(self._compute, torch.float32)
         for part in sorted(parts, key=lambda part: part.data not in (own, None)):
-            for name, gradient in self.gradients_of(part, own).items():
+            for name, scaled in self.gradients_of(part, own).items():
+                gradient = scaled.to(wide) / unit
                 for sums in (self.own, self.gradients) if part.data in (own, None) else (self.gradients,):
-                    sums[name] = sums[name] + gradient if name in sums else gradient.to(wide)
+                    sums[name] = sums[name] + gradient if name in sums else gradient
         self.weight = sum(weight for _, weight in self.losses)
         self.gradients = {name: total / (self.weight or 1.0) for name, total in self.gradients.items()}
         self.loss = sum(loss for loss, _ in self.losses) / (self.weight or math.nan)
+        self.go_on_with(self.gradients)
+
+    def go_on_with(self, gradients: Mapping[str, Tensor]) -> None:
+        """Have the update take these gradients, where there are some, in place of its own."""
+        self.gradients = {name: gradients.get(name, own).to(own) for name, own in self.gradients.items()}
         self.norm = math.sqrt(sum(g.double().square().sum().item() for g in self.gradients.values()))
+
+    def traced(self, key: Key) -> Tensor:
+        """Return a tensor of the trace, a gradient without the unit of its backward."""
+        found = self.trace.values[key]
+        return found.double() / self._unit if key.kind.endswith("gradient") else found
 
     def update(self, samples: int, tokens: int) -> None:
         """Clip, and update the weights, once `backward` was called."""

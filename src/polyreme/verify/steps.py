@@ -36,6 +36,8 @@ BEGIN = 1e-2
 """The error that initial weights may have, as those of a directory are rounded to its dtype."""
 SENT = 30
 """How many of the first differences a rank reports to the others."""
+OVERFLOWS = 64
+"""How often a step is taken again for an overflow, each time with a smaller loss scale."""
 BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
@@ -50,7 +52,7 @@ class Steps:
     ) -> None:
         """whole: the model as the engine was given it. structure: see `verify`."""
         self.engine, self.mesh, self.config = engine, engine.mesh, engine.config
-        self._structure, self._dropped = structure, False
+        self._structure, self._dropped, self._rounding = structure, False, 0.0
         self.notes: list[str] = []
         self.first: Difference | None = None
         norms = [module for module in whole.modules() if isinstance(module, BatchNorm)]
@@ -97,11 +99,16 @@ class Steps:
         parts = self._parts(shares)
         if self._findings.step == 1:
             self._look(parts)
-        self._step_of_references(parts)
-        self._step_of_engine(batch)
+        overflows = 0
+        while self._overflows(parts, batch) and overflows < OVERFLOWS:
+            overflows += 1
+        if overflows or self._result.skipped:
+            what = "was skipped" if self._result.skipped else "was taken again until no gradient overflowed"
+            scale = f"by a loss scale of {self._result.loss_scale:g}"
+            self.notes.append(f"step {self._findings.step} {what}, {scale}")
         if self._result.skipped:
-            self.notes.append(f"step {self._findings.step} was skipped for an overflow, by its loss scale")
             return
+        self._go_on()
         self._compare_totals()
         self._agree()
         if self.first is not None:
@@ -115,6 +122,26 @@ class Steps:
         self._compare_weights(before)
         self._compare_buffers()
         self._agree()
+
+    def _overflows(self, parts: Sequence[Part], batch: Any) -> bool:
+        """Take a step. Return whether an overflow skipped it, of which what was found is forgotten."""
+        kept = copy.deepcopy(self._findings)
+        self._step_of_references(parts)
+        self._step_of_engine(batch)
+        if overflows := bool(self._result.skipped and self.truth.weight):
+            vars(self._findings).update(vars(kept))
+        return overflows
+
+    def _go_on(self) -> None:
+        """Have norm and update be judged given the run's own gradients, once these are as right as their
+        dtype allows: the rounding of a tiny one decides a whole step of Adam's."""
+        measured, wrong = self._findings.measured, [each.direction for each in self._findings.different]
+        if measured is None or not self._found or "reduction" in wrong:
+            return
+        self._rounding = max(torch.finfo(each.dtype).eps for each in self._found.values())
+        measured["norm", ""] = self._rounding
+        for each in self._references:
+            each.go_on_with(self._found)
 
     @contextlib.contextmanager
     def _inside(self, wide: bool) -> Any:
@@ -164,18 +191,21 @@ class Steps:
             )
 
     def _step_of_references(self, parts: Sequence[Part]) -> None:
-        for each in self._references:
-            each.trace.clear()
-            with self._inside(each is self.truth):
-                each.backward(parts, self.mesh.data.rank)
+        step = self.engine._training.step
+        self._backward(self.truth, parts)
+        hint = step.state_dict()["hint"] or power_of_two(self.truth.weight)
         if self.plain is not None:
+            self._backward(self.plain, parts, step.progress.scale.value / hint)
             self._findings.measured = measured(self.truth, self.plain)
         weights = {name: self.truth.weights[its_first] for name, its_first in self._names.items()}
-        step = self.engine._training.step
-        hint = step.state_dict()["hint"] or power_of_two(self.truth.weight)
         if not step.state_dict()["hint"]:  # so that all stages know it in the first step
             step.load_state_dict({**step.state_dict(), "hint": hint})
         self._watched.begin(self.truth.trace, self.truth.own, weights, hint)
+
+    def _backward(self, reference: Reference, parts: Sequence[Part], unit: float = 1.0) -> None:
+        reference.trace.clear()
+        with self._inside(reference is self.truth):
+            reference.backward(parts, self.mesh.data.rank, unit)
 
     def _step_of_engine(self, batch: Any) -> None:
         """Take the engine's step, and compare what it computes as it comes."""
@@ -232,7 +262,8 @@ class Steps:
         lr, decay = truth.lr, self.config.optimizer.weight_decay
         for at, (name, weight) in enumerate(truth.weights.items()):
             if self.plain is not None and self._findings.measured is not None:
-                off = error(self.plain.weights[name], weight, lr * ADAM)
+                rounded = weight + (weight - before[name]) * self._rounding
+                off = max(error(each, weight, lr * ADAM) for each in (self.plain.weights[name], rounded))
                 self._findings.measured["update", name] = off
             off, got = error(found[name], weight, lr * ADAM), found[name].to(weight)
             self._add("update", name, off, at, explain.update(got, weight, before[name], lr, decay))
@@ -333,7 +364,7 @@ def measured(truth: Reference, plain: Reference) -> dict[Any, float]:
     """Return the error of plain training in the working dtype, of all that is compared before the update."""
     size = sizes(truth.trace.values, lambda key: key.kind)
     found: dict[Any, float] = {
-        key: error(plain.trace.values[key], tensor, size[key.kind])
+        key: error(plain.traced(key), tensor, size[key.kind])
         for key, tensor in truth.trace.values.items()
         if key in plain.trace.values
     }
