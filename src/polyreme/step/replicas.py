@@ -105,8 +105,9 @@ class Replicas:
         self._steps += 1
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for axis, parts in self._now():
-            factor = axis.size * axis.alone() - 1  # 0 on a simulated rank, which is like all others
-            words = [part.numbers().view(torch.int64) for part in parts] if factor else []
+            # 0 on a simulated rank, which is like all others, and takes the same memory as a real one
+            factor = axis.size * axis.alone() - 1
+            words = [part.numbers().view(torch.int64) for part in parts]
             if words:
                 # the multiplication carries each bit of the checksum into the highest ones
                 bits = checksum(torch.cat(words) if words[1:] else words[0]) * 0x1E3779B97F4A7C15 >> 64 - BITS
