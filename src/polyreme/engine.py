@@ -49,6 +49,7 @@ from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtyp
 from polyreme.step.sentinels import Spikes
 from polyreme.step.settings import (
     first_batch,
+    lighten,
     objective,
     opened,
     pipeline_rank,
@@ -115,6 +116,7 @@ class Engine(ModuleFace):
         pipeline = pipeline_rank(config, mesh)
         settings = placement_settings(config, mesh.device)
         built = build(self.module, recording, made, blocks, pipeline, settings, mesh, weights=weights is None)
+        lighten(self.module, built.blocks, config, mesh, self.patches)
         alike = self._normalised()
         called = objective(self.module, loss_fn, made, config, mesh)
         activations = Activations(
