@@ -117,8 +117,7 @@ class Engine(ModuleFace):
         settings = placement_settings(config, mesh.device)
         built = build(self.module, recording, made, blocks, pipeline, settings, mesh, weights=weights is None)
         lighten(self.module, built.blocks, config, mesh, self.patches)
-        alike = self._normalised()
-        called = objective(self.module, loss_fn, made, config, mesh)
+        alike, called = self._normalised(), objective(self.module, loss_fn, made, config, mesh)
         activations = Activations(
             config.memory, config.compile, mesh.device, self.patches, mesh.computes_on == "cpu"
         )
