@@ -49,6 +49,7 @@ from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtyp
 from polyreme.step.sentinels import Spikes
 from polyreme.step.settings import (
     first_batch,
+    lighten,
     objective,
     opened,
     pipeline_rank,
@@ -115,8 +116,8 @@ class Engine(ModuleFace):
         pipeline = pipeline_rank(config, mesh)
         settings = placement_settings(config, mesh.device)
         built = build(self.module, recording, made, blocks, pipeline, settings, mesh, weights=weights is None)
-        alike = self._normalised()
-        called = objective(self.module, loss_fn, made, config, mesh)
+        lighten(self.module, built.blocks, config, mesh, self.patches)
+        alike, called = self._normalised(), objective(self.module, loss_fn, made, config, mesh)
         activations = Activations(
             config.memory, config.compile, mesh.device, self.patches, mesh.computes_on == "cpu"
         )

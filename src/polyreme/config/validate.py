@@ -196,6 +196,15 @@ def _context(keys: Keys) -> Iterator[Conflict]:
     if keys.data.pack and keys.compile:
         reason = "the engine's attention keeps documents apart, which is not compiled"
         yield "compile", reason, "write compile = false, or data.pack = false"
+    for name in ("loss_chunk", "mlp_tile"):
+        if getattr(context, name) == "none":
+            continue
+        if keys.compile and name == "mlp_tile":
+            reason = "each tile is computed again in backward, which compiled blocks leave to torch"
+            yield "compile", reason, 'write compile = false, or context.mlp_tile = "none"'
+        if keys.pipeline.schedule in ("1f1b-w", "zb-h1", "zb-v") and keys.mesh.pp > 1:
+            reason = "gradients of weights are put off, and what is computed again would be kept for them"
+            yield f"context.{name}", reason, f'write context.{name} = "none", or pipeline.schedule = "1f1b"'
     if cp == 1:
         return
     if keys.compile:

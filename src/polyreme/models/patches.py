@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,3 +43,21 @@ def _restore(module: nn.Module, name: str, ours: Any, own: list[Any]) -> None:
         delattr(module, name)
         for value in own:
             setattr(module, name, value)
+
+
+class InPlace:
+    """A forward in the place of a module's own. A copy of the module, such as a frozen reference, has its own
+    forward again."""
+
+    def __init__(self, own: Callable[..., Any], forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, own)
+        self._own, self._forward = own, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> Any:
+        return getattr, (getattr(self._own, "__self__", None), "forward")

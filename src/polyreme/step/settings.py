@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from polyreme.pipeline.rank import PipelineRank
 from polyreme.placement.opening import Model, open_model
 from polyreme.placement.settings import PlacementSettings
 from polyreme.sequence.context import ContextParallel
+from polyreme.sequence.loss_chunks import chunk_loss
+from polyreme.sequence.mlp_tiles import tile_mlps
 from polyreme.step.batch.batches import Batches, Batching
 from polyreme.step.loss.graph import refuse_tables
 from polyreme.step.loss.objective import LossFn, Objective
@@ -138,6 +140,18 @@ def sequences_of(
         return None
     split = mesh.tp.size if config.mesh.sequence_parallel else 1
     return ContextParallel(module, config.context, mesh, split, own_loss, patches)
+
+
+def lighten(
+    module: nn.Module, blocks: Mapping[str, nn.Module], config: Config, mesh: Mesh, patches: Patches
+) -> None:
+    """Compute MLPs and loss of a placed model over as many tokens at a time as the config says. Raises
+    ConfigError for a model of which that is impossible."""
+    tile, chunk = config.context.mlp_tile, config.context.loss_chunk
+    if tile != "none":
+        tile_mlps(blocks, tile, patches)
+    if chunk != "none" and pipeline_rank(config, mesh).has_loss:
+        chunk_loss(module, chunk, patches)
 
 
 def pipeline_rank(config: Config, mesh: Mesh) -> PipelineRank:

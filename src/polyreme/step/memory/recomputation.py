@@ -7,7 +7,6 @@ afterwards. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016."
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from polyreme.errors import ConfigError, Problem, warn
 from polyreme.models.huggingface import tensors_in
-from polyreme.models.patches import Patches
+from polyreme.models.patches import InPlace, Patches
 from polyreme.offload.activations import ActivationOffload
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -72,26 +71,8 @@ def wrap_blocks(
         if recompute and index % every == 0:
             forward = _recomputed(block, forward, contexts, offload)
             recomputed.append(block)
-        patches.forward(block, _InPlace(block.forward, forward))
+        patches.forward(block, InPlace(block.forward, forward))
     return recomputed
-
-
-class _InPlace:
-    """The forward of a wrapped block. A copy of the block, such as a frozen reference, has its own forward
-    again."""
-
-    def __init__(self, own: Callable[..., Any], forward: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, own)
-        self._own, self._forward = own, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._own, memo)
-
-    def __reduce__(self) -> Any:
-        return getattr, (getattr(self._own, "__self__", None), "forward")
 
 
 @dataclass
