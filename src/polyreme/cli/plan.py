@@ -122,8 +122,9 @@ def render(answer: Answer, searched: bool) -> Group:
     if answer.offers:
         parts += [*_offers(answer)]
     elif not (made.fits or made.tier or made.grown):
-        more = f"on up to {made.ranks << GROWTH:,} ranks"
-        parts.append(Text(f"none fits {more}, nor with states, parameters or activations elsewhere"))
+        most = f"{made.ranks << GROWTH:,}"
+        none = f"it fits no number of ranks up to {most} that the config allows, whatever leaves the device"
+        parts.append(Text(none))
     if answer.tried:
         parts.append(_tried(answer.tried))
     return Group(*parts)

@@ -61,8 +61,8 @@ def taken(memory: MemoryTrace, device: Device) -> int:
 class Plan:
     """What a job takes on so many `ranks` of `cluster`. limits: what a rank has. details: of the layout that
     was chosen, or of the nearest one where none fits. found: all layouts that were tried. grown: where none
-    fits, the smallest number of ranks found on which one does; tier: one on as many ranks that keeps less on
-    the device than the config asks for."""
+    fits, the smallest number of ranks found on which one does, with values of its own where no other helps;
+    tier: one on as many ranks that keeps less on the device than the config asks for."""
 
     ranks: int
     cluster: Cluster
@@ -124,7 +124,9 @@ def plan(
     less = Config.load(config, [f"{key}=auto" for key in LEANER])
     with warnings.catch_warnings(action="ignore"):  # of what is only tried
         at_hand = smallest(less, ranks, limits, judge, blocks, range(1))
-        grown = smallest(config, ranks, limits, judge, blocks)
+        grown = smallest(config, ranks, limits, judge, blocks) or (
+            None if at_hand else smallest(less, ranks, limits, judge, blocks)
+        )
     return replace(made, grown=grown, tier=None if at_hand is None else at_hand[1])
 
 
