@@ -59,7 +59,14 @@ def offers(
         except PolyremeError as error:
             yield Offer(ranks, None, 0, " ".join(str(error).split()))
             continue
-        why = "" if made.fits else made.found.failed[0].why
+        why = (
+            ""
+            if made.fits
+            else (
+                made.found.failed[0].why
+                + f"; {made.found.unjudged} others were not tried: --tries" * (made.found.unjudged > 0)
+            )
+        )
         yield Offer(ranks, made, tokens or tokens_of(config, made.details), why)
 
 
