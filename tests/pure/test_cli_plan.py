@@ -50,6 +50,8 @@ def test_what_is_chosen_is_what_is_written(folder: Path) -> None:
     assert {key: chosen.value(key) for key in values[0]} == values[0]
     assert {"mesh.tp", "mesh.pp", "memory.activations", "batch.micro"} <= {*values[0]} and not chosen.searched
     chosen.resolve(4)
+    assert chosen.plan.ranks == 4 and chosen.plan.seconds == pytest.approx(best[0]["seconds"], rel=1e-3)
+    assert chosen.plan.memory["parameters"] > 0  # `polyreme train` compares itself with these
 
 
 def test_a_given_layout_is_shown_at_80_columns(folder: Path) -> None:
@@ -70,13 +72,15 @@ def test_a_given_layout_is_shown_at_80_columns(folder: Path) -> None:
     [
         (("-n", "4", "--cluster", "nope"), "cluster = 'nope': there is no preset of this name"),
         (("-n", "4", "--cluster", "none.toml"), "there is no such file"),
+        (("-n", "4", "--html", "none/plan.html"), "cannot write --html none/plan.html: name a file in"),
+        pytest.param(("-n", "4", "--trace", "."), "cannot write --trace .: name a file in", marks=whole),
         pytest.param(("-n", "4", "--set", "mesh.tp=3"), "mesh.tp = 3: tp x pp x cp x ep is 3", marks=whole),
         pytest.param(("-n", "4", "--write", "open.toml"), "open.toml: it is there already", marks=whole),
     ],
 )
 def test_bad_input_is_answered(folder: Path, options: tuple[str, ...], words: str) -> None:
     status, _, errors = polyreme(folder, "plan", "open.toml", *options)
-    assert status == 2 or "--write" in options
+    assert status == 2 or {"--write", "--html", "--trace"} & {*options}
     assert words in errors and "Traceback" not in errors and (folder / "open.toml").read_text() == OPEN
 
 

@@ -70,7 +70,10 @@ def test_what_is_given_stays() -> None:
 def test_what_does_not_fit_says_what_is_missing() -> None:
     config = Config.load(OPEN)
     found = search(config, 8, limits(1e8), judge, 4)
-    assert not found.best and "bytes more than the device's 100,000,000: tp " in found.failed[0].why
+    assert (
+        not found.best
+        and "more than the 95.4 MiB of the device's memory that a plan uses: tp " in found.failed[0].why
+    )
     grown = smallest(config, 8, limits(1e8), judge, 4)
     assert grown is not None and grown[0] > 8 and not grown[1].why
     assert smallest(config, 1, limits(1), judge, 4) is None

@@ -115,7 +115,7 @@ def test_where_nothing_fits_all_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "own_memory", lambda: 2000)
     first, second = threads.run(2, refused)
     assert first[0] is ConfigError and second[0] is LaunchError
-    assert "of 2 layouts of 2 ranks none fits; the nearest, " in first[1] and "bytes more than" in first[1]
+    assert "of 2 layouts of 2 ranks none fits; the nearest, " in first[1] and "more than the " in first[1]
 
 
 def test_ranks_leave_the_same_open() -> None:

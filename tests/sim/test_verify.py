@@ -17,7 +17,7 @@ import polyreme
 import threads
 from examples import whole
 from polyreme.cli import verify as command
-from polyreme.errors import ConfigError, ModelError
+from polyreme.errors import BatchError, ConfigError, ModelError
 from polyreme.models.smaller import shrunk
 from polyreme.verify import Verdict
 from polyreme.verify.reference import cut, joined
@@ -234,3 +234,9 @@ def test_a_verdict_is_written_and_read(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["verdict"] == found.line
     command.show(found, as_json=False, result=None)
     assert capsys.readouterr().out.startswith("equal: 1 rank (zero.stage 2) computes")
+
+
+def test_a_model_that_needs_a_loss_fn_is_refused() -> None:
+    batch = torch.zeros(4, 8), torch.zeros(4, 2)
+    with pytest.raises(BatchError, match=r"Linear cannot be called with the batch: .* give loss_fn=\.\.\."):
+        polyreme.verify(nn.Linear(8, 2), {"batch": {"size": 4}}, batch)

@@ -314,7 +314,7 @@ class _TrainCommand:
         return ["train", str(config), *sets, *(["--json"] if self.as_json else []), *more]
 
     def here(self, resolved: Config, ranks: int, others: Hosts | None) -> None:
-        """Run it on ranks of this host."""
+        """Train on ranks of this host."""
         with importing():
             from polyreme.job import resume
             from polyreme.launch.options import RanksFailedError

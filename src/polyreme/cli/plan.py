@@ -22,13 +22,12 @@ from polyreme.cli.folding import Folded, binary, count, decimal
 from polyreme.cli.goals import Goals
 from polyreme.cli.measured import Tried, run_best
 from polyreme.config import Config
-from polyreme.config.describe import toml
 from polyreme.errors import PolyremeError
 from polyreme.pipeline import timeline as drawing
 from polyreme.planner import over_time
 from polyreme.planner.plan import Details, Plan, expectations, plan, taken
 from polyreme.planner.price import Offer, cheapest, counts, offers
-from polyreme.planner.search import BEST, Judged
+from polyreme.planner.search import BEST, GROWTH, Judged, shown
 from polyreme.planner.trace import CATEGORIES, RankTrace
 
 COLOURS = dict(
@@ -73,13 +72,20 @@ def show(request: Request, as_json: bool) -> bool:
     write = request.goals.write
     if write is not None:
         translated.refuse_existing(write)
+    for option, file in (
+        ("--write", write),
+        ("--html", request.goals.html),
+        ("--trace", request.goals.trace),
+    ):
+        if file is not None and (file.is_dir() or not file.parent.is_dir()):
+            raise PolyremeError(f"cannot write {option} {file}: name a file in a folder that is there")
     answer = _answer(request)
     made = answer.made
     if as_json:
         print(json.dumps(_plain(answer), indent=1))
     else:
         Console().print(render(answer, bool(request.config.searched)))
-    if write is not None and answer.meets and made.details is not None:
+    if write is not None and answer.meets:
         expected = made.details.config.chosen(expectations(made.details))
         translated.write(expected.resolve(made.ranks), write, request.path)
     report.save(made, request.goals.html, request.goals.trace)
@@ -110,13 +116,15 @@ def _answer(request: Request) -> Answer:
 def render(answer: Answer, searched: bool) -> Group:
     """Return a plan as text and tables, for a terminal of 80 columns. searched: whether keys were open."""
     made = answer.made
-    parts: list[RenderableType] = []
-    if made.details is not None:
-        parts += [*_details(made, made.details)]
+    parts: list[RenderableType] = [*_details(made, made.details)]
     if searched or not made.fits:
         parts += [*_choice(made)]
     if answer.offers:
         parts += [*_offers(answer)]
+    elif not (made.fits or made.tier or made.grown):
+        most = f"{made.ranks << GROWTH:,}"
+        none = f"it fits no number of ranks up to {most} that the config allows, whatever leaves the device"
+        parts.append(Text(none))
     if answer.tried:
         parts.append(_tried(answer.tried))
     return Group(*parts)
@@ -134,7 +142,7 @@ def _table(title: str, *columns: str) -> Table:
 def _offers(answer: Answer) -> Iterator[RenderableType]:
     cluster = answer.made.cluster
     priced = f"price: {cluster.price:g} an hour of a device ({cluster.priced or 'of the description'})"
-    title = f"the whole job, of {decimal(max(each.tokens for each in answer.offers))} tokens"
+    title = f"\nthe whole job, of {decimal(max(each.tokens for each in answer.offers))} tokens"
     table = _table(title, "ranks", "hours", "device hours", "price", "layout")
     for each in answer.offers:
         if each.hours == math.inf or each.plan is None:
@@ -144,7 +152,7 @@ def _offers(answer: Answer) -> Iterator[RenderableType]:
         price = f"{each.cost:,.2f}" if cluster.price else ""
         table.add_row(
             f"{chosen}{each.ranks:,}", f"{each.hours:.3g}", f"{each.device_hours:,.4g}", price,
-            Text(_values(each.plan.found.best[0])),
+            Text(shown(each.plan.found.best[0])),
         )  # fmt: skip
     yield table
     yield Text(priced if cluster.price else "the description has no price: the fewest device hours count")
@@ -156,12 +164,12 @@ def _tried(tried: Sequence[Tried]) -> Table:
     table = _table("run on this machine", "step, measured", "predicted", "error", "layout")
     for each in tried:
         if each.why:
-            table.add_row("", f"{each.judged.seconds:.3g} s", "", Text(f"{_values(each.judged)}: {each.why}"))
+            table.add_row("", f"{each.judged.seconds:.3g} s", "", Text(f"{shown(each.judged)}: {each.why}"))
             continue
         step, spread = statistics.median(each.seconds), (max(each.seconds) - min(each.seconds)) / 2
         table.add_row(
             f"{step:.3g} s ± {spread:.1g}", f"{each.judged.seconds:.3g} s",
-            f"{each.judged.seconds / step - 1:+.0%}", Text(_values(each.judged)),
+            f"{each.judged.seconds / step - 1:+.0%}", Text(shown(each.judged)),
         )  # fmt: skip
     return table
 
@@ -169,7 +177,8 @@ def _tried(tried: Sequence[Tried]) -> Table:
 def _details(made: Plan, details: Details) -> Iterator[RenderableType]:
     axes = " x ".join(f"{name} {size}" for name, size in details.config.axes.items() if size > 1)
     name = made.cluster.name or made.cluster.device.name or "this cluster"
-    yield Text(f"{count(made.ranks, 'rank')} of {name}: {axes or 'one rank'}\n", style="bold")
+    how = "" if made.fits else ", which does not fit; it is the layout that lacks least"
+    yield Text(f"{count(made.ranks, 'rank')} of {name}: {axes or 'one rank'}{how}\n", style="bold")
     yield _memory(made, details)
     step, line = details.timeline, Text()
     line.append(f"a step takes {step.seconds:.3g} s: {decimal(step.tokens_per_second)} tokens/s, ")
@@ -279,25 +288,16 @@ def _choice(made: Plan) -> Iterator[RenderableType]:
             step = each.cost.details.timeline
             table.add_row(
                 f"{each.seconds:.3g} s", decimal(step.tokens_per_second), f"{step.mfu:.1%}",
-                binary(each.cost.memory), _values(each),
+                binary(each.cost.memory), shown(each),
             )  # fmt: skip
         yield table
     for each in found.failed[: NEAR if found.best else BEST]:
-        yield Text(f"not {_values(each)}: {each.why}")
-    if made.tier is not None:
-        yield Text(f"it fits {count(made.ranks, 'rank')} with {_values(made.tier)}", style="bold")
-    if made.grown is not None:
-        ranks, judged = made.grown
-        yield Text(f"it fits {ranks} ranks: {_values(judged)}", style="bold")
+        yield Text(f"not {shown(each)}: {each.why}")
+    yield from (Text(line, style="bold") for line in report.helps(made))
     tried = len(found.best) + len(found.failed)
     rest = f"; {found.left_out} others cannot be better" if found.left_out else ""
     rest += f"; {found.unjudged} were not tried: --tries" if found.unjudged else ""
     yield Text(f"{count(tried, 'layout')} tried{rest}", style="dim")
-
-
-def _values(judged: Judged) -> str:
-    shown: Sequence[str] = [f"{key} = {toml(value)}" for key, value in judged.layout.values.items()]
-    return ", ".join(shown) or "the config as it is"
 
 
 def _plain(answer: Answer) -> dict[str, Any]:
@@ -331,17 +331,16 @@ def _plain(answer: Answer) -> dict[str, Any]:
         found["measured"] = [
             {**judged(each.judged), "measured": [*each.seconds], "why": each.why} for each in answer.tried
         ]
-    if made.details is not None:
-        step = asdict(made.details.timeline)
-        step.pop("simulation")
-        found["step"] = step
-        found["ranks_of_each_kind"] = [
-            {
-                "rank": each.rank, "peak": each.memory.peak,
-                "taken": taken(each.memory, made.details.device), "by_category": each.memory.by_category,
-                "module": each.memory.module, "host": each.memory.host, "files": each.memory.files,
-                "traffic": each.traffic, "flops": asdict(each.flops),
-            }
-            for each in made.details.traces
-        ]  # fmt: skip
+    step = asdict(made.details.timeline)
+    step.pop("simulation")
+    found["step"] = step
+    found["ranks_of_each_kind"] = [
+        {
+            "rank": each.rank, "peak": each.memory.peak,
+            "taken": taken(each.memory, made.details.device), "by_category": each.memory.by_category,
+            "module": each.memory.module, "host": each.memory.host, "files": each.memory.files,
+            "traffic": each.traffic, "flops": asdict(each.flops),
+        }
+        for each in made.details.traces
+    ]  # fmt: skip
     return found

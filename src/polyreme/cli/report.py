@@ -15,12 +15,11 @@ from polyreme.cli.cluster import save as save_text
 from polyreme.cli.folding import binary, count, decimal
 from polyreme.cli.translated import as_toml
 from polyreme.config.describe import toml
-from polyreme.errors import PolyremeError
 from polyreme.pipeline.schedule import Action
 from polyreme.pipeline.timeline import MEANING
 from polyreme.planner.over_time import COMPUTE, Kind, kinds, trace_events
 from polyreme.planner.plan import Details, Plan
-from polyreme.planner.search import BEST, Judged
+from polyreme.planner.search import BEST, shown
 from polyreme.planner.trace import CATEGORIES
 
 COLUMNS = 480
@@ -30,14 +29,9 @@ SHOWN = 30
 
 
 def save(made: Plan, html: Path | None, trace: Path | None) -> None:
-    """Write the page and the trace that are asked for. Raises PolyremeError where one cannot be written, or
-    where no layout could be run dry."""
+    """Write the page and the trace that are asked for. Raises PolyremeError where one cannot be written."""
     if html is None and trace is None:
         return
-    if made.details is None:
-        raise PolyremeError(
-            "--html, --trace: no layout could be run dry, so there is nothing to draw; the reasons are above"
-        )
     each_kind = kinds(made.details, made.cluster)
     if html is not None:
         save_text("--html", html, page(made, made.details, each_kind))
@@ -57,15 +51,23 @@ def page(made: Plan, details: Details, each_kind: Sequence[Kind]) -> str:
     return loader.from_string(template).render(
         made=made, details=details, step=details.timeline, cluster=made.cluster, room=room,
         categories=CATEGORIES, best=made.found.best[:BEST],
-        failed=made.found.failed[:SHOWN], values=_values, told=_told, config=as_toml(details.config),
+        failed=made.found.failed[:SHOWN], values=shown, helps=[*helps(made)], told=_told,
+        config=as_toml(details.config),
         kinds=[_drawn(kind) for kind in each_kind], ranks=count(made.ranks, "rank"),
         layout=" × ".join(f"{name} {size}" for name, size in details.config.axes.items() if size > 1),
         hardware=json.dumps(made.cluster.model_dump(mode="json", exclude_unset=True), indent=1),
     )  # fmt: skip
 
 
-def _values(judged: Judged) -> str:
-    return ", ".join(f"{key} = {toml(value)}" for key, value in judged.layout.values.items())
+def helps(made: Plan) -> Iterator[str]:
+    """Say with what a job that does not fit would: other values on as many ranks, and more ranks."""
+    if made.tier is not None:
+        values = made.tier.layout.values.items()
+        other = [f"{k} = {toml(v)}" for k, v in values if made.details.config.value(k) != v]
+        yield f"it fits {count(made.ranks, 'rank')} with {', '.join(other)}"
+    if made.grown is not None:
+        ranks, judged = made.grown
+        yield f"it fits {ranks} ranks: {shown(judged)}"
 
 
 def _told(action: Action | None) -> str:

@@ -90,6 +90,7 @@ class Config(Keys):
         config = self._unresolved()._replaced(values)
         for section, _, name in (key.rpartition(".") for key in values):
             getattr(config, section).model_fields_set.add(name)
+            config.model_fields_set.add(section)
         config._open, config._chosen = (), {**self._chosen, **values}
         return config
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from polyreme.engine import Engine, StepResult
-from polyreme.planner.choice import binary
 from polyreme.planner.dry_run import recorded, trace_of
+from polyreme.planner.search import binary
 from polyreme.step.settings import pipeline_rank
 
 WARM = 1

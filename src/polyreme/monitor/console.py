@@ -83,7 +83,8 @@ class Console:
         self._terminal.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self, summary: Mapping[str, object]) -> None:
-        """Stop the bar. The summary is for logs; people read the end of a run in a message."""
+        """Stop the bar, or print the last row if it is not there yet. Of `summary` nothing is shown: the
+        end of a run is a message."""
         if self._live is not None:
             self._live.refresh()
             self._live.stop()

@@ -125,7 +125,8 @@ class HostStore(Store):
         return self._coming.get(extent)
 
     def _let_go(self, extent: int, write: bool, after: Any) -> None:
-        """Note the event for the end of a copy from the extent, or with `write` of one to it."""
+        """Remember the event `after`, which ends a copy of the extent to the device, or with `write` from it:
+        who writes to the extent, or reads it, waits for that."""
         self.traffic.written += self.sizes[extent] if write else 0
         if after is not None:
             (self._coming if write else self._leaving)[extent] = after

@@ -31,7 +31,7 @@ _ALIGNED = 64  # bytes
 
 @dataclass(frozen=True)
 class StateField:
-    """The numbers of one kind in an extent: in its bytes from `begin` on."""
+    """Where one state of an optimizer, such as `exp_avg`, lies in an extent: in its bytes from `begin` on."""
 
     begin: int
     dtype: torch.dtype

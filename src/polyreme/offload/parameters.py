@@ -74,7 +74,8 @@ class OffloadedShard:
         return self.arrive()
 
     def store(self) -> None:
-        """Keep the opened numbers. A file is written in the background."""
+        """Put what was changed in the opened numbers back into the store. A file is written in the
+        background."""
         if self._changes:
             self.leave()
         self._changes = False

@@ -5,6 +5,7 @@ are modules, their numbers."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem, n
 from polyreme.models import huggingface, peft
 from polyreme.models.wrappers import unwrap
 from polyreme.pipeline.partition import layers
+from polyreme.pipeline.profile import copy_to
 from polyreme.zero.divided import make_whole, shaped
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -97,12 +99,56 @@ def _given(given: Layer | Sequence[Layer], seed: int, mesh: Mesh) -> tuple[nn.Mo
             _refuse_meta(model)
         _refuse_inference(model)
         return unwrap(model), None
+    _refuse_uncallable(model)
+    recording = record(lambda: _plain(model()), seed)
+    return recording.module, recording
+
+
+def maker(model: Model, trust_remote_code: bool = False) -> Callable[[], nn.Module]:
+    """Return a function that builds what `initialize` takes as a model, of which it keeps no memory. Raises
+    ModelError for anything else."""
+    if isinstance(model, str | Path):
+        return lambda: huggingface.new_model(str(model), None, trust_remote_code)
+    if isinstance(model, nn.Module):
+        return _copies(model)
+    if isinstance(model, Sequence):
+        parts: list[Any] = [_copies(each) if isinstance(each, nn.Module) else each for each in model]
+        return maker(layers(parts))
+    _refuse_uncallable(model)
+
+    def build() -> nn.Module:
+        if not isinstance(built := _plain(model()), nn.Module):
+            given = type(built).__name__
+            raise ModelError(f"the function given as the model returned a {given}: return a torch.nn.Module")
+        return built
+
+    return build
+
+
+def _copies(module: nn.Module) -> Callable[[], nn.Module]:
+    """Return a function that copies a module with other numbers, and without hooks, which expect its own."""
+    bare = copy_to(torch.device("meta"), None, module)
+    for each in bare.modules():
+        each._forward_hooks.clear()
+        each._forward_pre_hooks.clear()
+
+    def anew() -> nn.Module:
+        made: dict[int, Any] = {
+            id(each): torch.empty(each.shape, dtype=each.dtype) for each in bare.buffers()
+        }
+        for each in bare.parameters():
+            numbers = torch.empty(each.shape, dtype=each.dtype)
+            made[id(each)] = nn.Parameter(numbers, each.requires_grad)
+        return copy.deepcopy(bare, made)
+
+    return anew
+
+
+def _refuse_uncallable(model: object) -> None:
     if not callable(model):
         raise ModelError(f"the model is a {type(model).__name__}: give initialize() "
                          "a torch.nn.Module, a function that builds one, a "
                          "list of layers, or the path of a Hugging Face directory")  # fmt: skip
-    recording = record(lambda: _plain(model()), seed)
-    return recording.module, recording
 
 
 def give_shapes(model: nn.Module, mesh: Mesh) -> None:

@@ -6,7 +6,6 @@ model is not changed. Communication: two exchanges, of what each rank has and of
 
 from __future__ import annotations
 
-import copy
 import inspect
 import random
 import socket
@@ -16,32 +15,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import ByteSize
-from torch import nn
 from torch.optim import Optimizer
 
 from polyreme.config import Config
-from polyreme.config.describe import toml
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ConfigError, LaunchError, ModelError, PolyremeError, Problem
 from polyreme.files.machine import boot
 from polyreme.models import huggingface
 from polyreme.offload import host
-from polyreme.pipeline.partition import layers
-from polyreme.pipeline.profile import copy_to
-from polyreme.placement.opening import Model
+from polyreme.placement.opening import Model, maker
 from polyreme.planner.dry_run import MakeBatch
 from polyreme.planner.flops import data_sheet
 from polyreme.planner.hardware import PRESETS, Cluster
 from polyreme.planner.measure import measure
 from polyreme.planner.plan import MakeModel, expectations, judge_of, limits_of, make_meta
-from polyreme.planner.search import Cost, Found, Judged, Limits, search
-from polyreme.simulation import META
+from polyreme.planner.search import Cost, Found, Judged, Limits, binary, search, shown
 from polyreme.step.memory.fit import own_memory
 from polyreme.step.memory.kept import device_of_ranks
 from polyreme.tensor.rng import restore_rng_states, rng_states
@@ -68,36 +61,8 @@ class Subject:
         cls, model: Model, config: Config, optimizer: Any = None, loss_fn: Any = None, batch: Any = None
     ) -> Subject:
         """Make one of what `initialize` takes, of which it keeps no memory."""
-        if isinstance(model, str | Path):
-            path, trust = str(model), config.model.trust_remote_code
-            make: MakeModel = lambda: huggingface.new_model(path, None, trust)  # noqa: E731
-        elif isinstance(model, nn.Module):
-            make = _copies(model)
-        elif isinstance(model, Sequence):
-            parts: list[Any] = [_copies(each) if isinstance(each, nn.Module) else each for each in model]
-            make = layers(parts)
-        else:
-            make = model
+        make = maker(model, config.model.trust_remote_code)
         return cls(make, batch, {"optimizer": _made_anew(optimizer), "loss_fn": loss_fn})
-
-
-def _copies(module: nn.Module) -> MakeModel:
-    """Return a function that copies a module with other numbers, and without hooks, which expect its own."""
-    bare = copy_to(META, None, module)
-    for each in bare.modules():
-        each._forward_hooks.clear()
-        each._forward_pre_hooks.clear()
-
-    def anew() -> nn.Module:
-        made: dict[int, Any] = {
-            id(each): torch.empty(each.shape, dtype=each.dtype) for each in bare.buffers()
-        }
-        for each in bare.parameters():
-            numbers = torch.empty(each.shape, dtype=each.dtype)
-            made[id(each)] = nn.Parameter(numbers, each.requires_grad)
-        return copy.deepcopy(bare, made)
-
-    return anew
 
 
 def _made_anew(optimizer: Any) -> Any:
@@ -245,13 +210,3 @@ def _line(found: Found, config: Config, cluster: Cluster, limits: Limits) -> str
 def _costs(judged: Judged) -> str:
     assert judged.cost is not None
     return f"{judged.seconds:.3g} s a step, {binary(judged.cost.memory)}"
-
-
-def shown(judged: Judged) -> str:
-    """Return the values of a layout as a config has them."""
-    return ", ".join(f"{key} = {toml(value)}" for key, value in judged.layout.values.items())
-
-
-def binary(size: int) -> str:
-    """Return a number of bytes with its unit."""
-    return ByteSize(size).human_readable(separator=" ")

@@ -57,6 +57,8 @@ def dry_run(
     model: a function that builds it, or what else `initialize` takes that takes no memory. batch: by default
     that of a Hugging Face model of texts or images, of `data.sequence` tokens. given: more arguments of
     `initialize`. Raises what `initialize` would."""
+    if batch is not None and not callable(batch):
+        raise ModelError(f"batch is a {type(batch).__name__}: give a function that makes so many samples")
     stands_for, whole = torch.device(device), config
     config = with_fewer(config, rank)
     config = config.fitted(int(config.batch.micro))  # what fits into this machine does not count

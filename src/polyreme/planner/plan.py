@@ -6,6 +6,7 @@ of the time model over what they do. No device is touched. Communication: none."
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +18,14 @@ from torch import nn
 
 from polyreme.config import Config
 from polyreme.data import load_tokenizer
-from polyreme.errors import ConfigError, Problem
+from polyreme.errors import ConfigError, ModelError, Problem
 from polyreme.models import huggingface
 from polyreme.pipeline.schedule import Schedule, build
+from polyreme.placement.opening import Model, maker
 from polyreme.planner.dry_run import MakeBatch, run_kinds
 from polyreme.planner.hardware import Cluster, Device
 from polyreme.planner.meta_model import expected
-from polyreme.planner.search import TRIES, Cost, Found, Judge, Judged, Limits, search, smallest
+from polyreme.planner.search import TRIES, Cost, Found, Judge, Judged, Limits, binary, search, shown, smallest
 from polyreme.planner.time_model import Timeline, step_time
 from polyreme.planner.trace import MemoryTrace, RankTrace
 from polyreme.step.loss.objective import LossFn
@@ -55,17 +57,17 @@ def taken(memory: MemoryTrace, device: Device) -> int:
     return max(memory.peak, memory.reserved) + int(device.context)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What a job takes on so many `ranks` of `cluster`. limits: what a rank has. details: of the layout that
-    was chosen; of the nearest one where none fits, and None where none could be run dry. found: all layouts
-    that were tried. grown: where none fits, the smallest number of ranks found on which one does; tier: one
-    on as many ranks that keeps less on the device than the config asks for."""
+    was chosen, or of the nearest one where none fits. found: all layouts that were tried. grown: where none
+    fits, the smallest number of ranks found on which one does, with values of its own where no other helps;
+    tier: one on as many ranks that keeps less on the device than the config asks for."""
 
     ranks: int
     cluster: Cluster
     limits: Limits
-    details: Details | None
+    details: Details
     found: Found
     grown: tuple[int, Judged] | None = None
     tier: Judged | None = None
@@ -75,9 +77,17 @@ class Plan:
         """Whether a layout fits."""
         return bool(self.found.best)
 
+    def __repr__(self) -> str:
+        """Say on one line what the layout takes, and whether it fits."""
+        judged, where = (*self.found.best, *self.found.failed)[0], self.cluster.name or "this cluster"
+        how = f"does not fit: {judged.why}" if judged.why else "fits"
+        memory = binary(taken(self.details.worst.memory, self.details.device))
+        takes = f"{self.details.timeline.seconds:.3g} s a step, {memory} a rank; {how}"
+        return f"<Plan: {self.ranks} ranks of {where}, {shown(judged)}: {takes}>"
+
 
 def plan(
-    model: MakeModel | None,
+    model: Model | None,
     config: str | Path | Mapping[str, Any] | Config,
     ranks: int,
     cluster: str | Path | Mapping[str, Any] | Cluster = "h100",
@@ -89,27 +99,34 @@ def plan(
 ) -> Plan:
     """Return what a job on `ranks` ranks takes; where `config` has "auto", with the fastest layout that fits.
 
-    model: a function that builds it; None for the model that the config names. config: as for
-    `polyreme.initialize`. cluster: the name of a preset, a file or a description. batch: for models that
-    are not Hugging Face's, a function that makes a batch of so many samples, of which only shapes and dtypes
-    are read. tries: the most layouts that are run dry. grow: where none fits, look for more ranks, or another
-    tier, with which one does.
+    model, config: as for `polyreme.initialize`; None for the model that the config names. A function that
+    builds the model is called without memory. cluster: the name of a preset, a file or a description. batch:
+    for models that are not Hugging Face's, a function that makes a batch of so many samples, of which only
+    shapes and dtypes are read. tries: the most layouts that are run dry. grow: where none fits, look for more
+    ranks, or another tier, with which one does.
 
     Raises ConfigError for a config or cluster that cannot be, and ModelError for a model that cannot be run
     without numbers."""
     config, hardware = Config.load(config), Cluster.load(cluster)
-    make = model or named_model(config)
+    if tries < 1:
+        raise ConfigError([Problem("tries", tries, "no layout would be run dry", "give 1 or more")])
+    make = named_model(config) if model is None else maker(model, config.model.trust_remote_code)
     limits = limits_of(hardware, config)
     judge = judge_of(make, hardware, batch=batch, loss_fn=loss_fn)
     blocks = huggingface.pipeline_length(make_meta(make))
     found = search(config, ranks, limits, judge, blocks, tries)
-    shown = next((each.cost for each in (*found.best, *found.failed) if each.cost is not None), None)
-    made = Plan(ranks, hardware, limits, None if shown is None else shown.details, found)
+    nearest = next((each.cost for each in (*found.best, *found.failed) if each.cost is not None), None)
+    if nearest is None:
+        raise ModelError(f"no layout of {ranks} ranks can be run without numbers: {found.failed[0].why}")
+    made = Plan(ranks, hardware, limits, nearest.details, found)
     if found.best or not grow:
         return made
     less = Config.load(config, [f"{key}=auto" for key in LEANER])
-    at_hand = smallest(less, ranks, limits, judge, blocks, range(1))
-    grown = smallest(config, ranks, limits, judge, blocks)
+    with warnings.catch_warnings(action="ignore"):  # of what is only tried
+        at_hand = smallest(less, ranks, limits, judge, blocks, range(1))
+        grown = smallest(config, ranks, limits, judge, blocks) or (
+            None if at_hand else smallest(less, ranks, limits, judge, blocks)
+        )
     return replace(made, grown=grown, tier=None if at_hand is None else at_hand[1])
 
 
@@ -123,7 +140,7 @@ def judge_of(make: MakeModel, cluster: Cluster, **given: Any) -> Judge:
         details = Details(resolved, traces, timeline, cluster.device)
         memory = details.worst.memory
         most = sorted(memory.by_category.items(), key=lambda each: -each[1])[:2]
-        where = f"rank {details.worst.rank}, " + ", ".join(f"{name} {size:,}" for name, size in most)
+        where = f"rank {details.worst.rank}, " + ", ".join(f"{name} {binary(size)}" for name, size in most)
         host = max(each.memory.host for each in traces)
         own = taken(memory, cluster.device) + host * (device == "cpu")  # which computes in its host's memory
         flops = timeline.tflops * 1e12 * timeline.seconds * math.prod(resolved.axes.values())
@@ -134,10 +151,11 @@ def judge_of(make: MakeModel, cluster: Cluster, **given: Any) -> Judge:
 
 def expectations(details: Details) -> dict[str, object]:
     """Return the keys of `plan` in a config that say what is expected of this layout."""
-    memory = {name: size for name, size in details.worst.memory.by_category.items() if size}
-    ranks = math.prod(details.config.axes.values())
-    seconds = float(f"{details.timeline.seconds:.4g}")
-    return {"plan.ranks": ranks, "plan.seconds": seconds, "plan.memory": memory}
+    return {
+        "plan.ranks": math.prod(details.config.axes.values()),
+        "plan.seconds": float(f"{details.timeline.seconds:.4g}"),
+        "plan.memory": {name: size for name, size in details.worst.memory.by_category.items() if size},
+    }
 
 
 def limits_of(cluster: Cluster, config: Config) -> Limits:

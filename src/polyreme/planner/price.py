@@ -28,7 +28,7 @@ class Offer:
     @property
     def hours(self) -> float:
         """From its first step to its last; infinite where it cannot run."""
-        if self.why or self.plan is None or self.plan.details is None:
+        if self.why or self.plan is None:
             return math.inf
         return self.tokens / self.plan.details.timeline.tokens_per_second / 3600
 
@@ -59,8 +59,15 @@ def offers(
         except PolyremeError as error:
             yield Offer(ranks, None, 0, " ".join(str(error).split()))
             continue
-        why = "" if made.fits else made.found.failed[0].why
-        yield Offer(ranks, made, tokens or (tokens_of(config, made.details) if made.details else 0.0), why)
+        why = (
+            ""
+            if made.fits
+            else (
+                made.found.failed[0].why
+                + f"; {made.found.unjudged} others were not tried: --tries" * (made.found.unjudged > 0)
+            )
+        )
+        yield Offer(ranks, made, tokens or tokens_of(config, made.details), why)
 
 
 def tokens_of(config: Config, details: Details) -> float:

@@ -8,12 +8,17 @@ more than `tries` are judged; `Found.unjudged` counts the others. No communicati
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+from pydantic import ByteSize
 
 from polyreme.config import Config
+from polyreme.config.describe import toml
 from polyreme.config.validate import divisors
 from polyreme.errors import ConfigError, PolyremeError, Problem
 
@@ -179,7 +184,8 @@ def search(
 ) -> Found:
     """Judge the layouts of a config on `ranks` ranks, those with the least arithmetic first, until no other
     can be among the best. Raises ConfigError where the config itself cannot run."""
-    todo = sorted(layouts(config, ranks, limits, blocks), key=_order)
+    possible = isinstance(ranks, int) and ranks > 0
+    todo = sorted(layouts(config, ranks, limits, blocks), key=_order) if possible else []
     if not todo:
         none = Problem(
             "ranks", ranks, f"no layout of {', '.join(config.searched)} divides them", "give others"
@@ -227,14 +233,25 @@ def _too_slow(layout: Layout, fits: Sequence[Judged], ranks: int, limits: Limits
 def _judged(layout: Layout, limits: Limits, judge: Judge) -> Judged:
     try:
         cost = judge(layout.config)
-    except PolyremeError as error:
-        return Judged(layout, None, " ".join(str(error).split()))
-    for what, size, most in (
-        ("the device's", cost.memory, limits.memory), ("the host's", cost.host, limits.host)
-    ):  # fmt: skip
-        if size > most and (what != "the host's" or cost.host):
-            return Judged(layout, cost, f"{size - most:,} bytes more than {what} {most:,}: {cost.where}")
+    except Exception as error:  # of the engine, or of a model that lacks its numbers
+        kind = "" if isinstance(error, PolyremeError) else f"{type(error).__name__}: "
+        return Judged(layout, None, kind + " ".join(str(error).split()))
+    for what, size, most in (("device", cost.memory, limits.memory), ("host", cost.host, limits.host)):
+        if size > most and (what != "host" or cost.host):
+            room = f"the {binary(most)} of the {what}'s memory that a plan uses"
+            return Judged(layout, cost, f"{binary(size - most)} more than {room}: {cost.where}")
     return Judged(layout, cost)
+
+
+def shown(judged: Judged) -> str:
+    """Return the values of a layout as a config has them."""
+    values = judged.layout.values.items()
+    return ", ".join(f"{key} = {toml(value)}" for key, value in values) or "the config as it is"
+
+
+def binary(size: int) -> str:
+    """Return a number of bytes with its unit."""
+    return ByteSize(size).human_readable(separator=" ")
 
 
 def _nearest(failed: Sequence[Judged]) -> list[Judged]:
@@ -247,14 +264,23 @@ def smallest(
     doublings: Sequence[int] = range(1, GROWTH + 1),
 ) -> tuple[int, Judged] | None:  # fmt: skip
     """Return the smallest number of ranks, `ranks` doubled as often as needed, on which a layout fits, and
-    that layout; None where no number of `doublings` helps. Only the leanest layout of each axes is judged."""
-    for times in doublings:
-        grown = ranks << times
-        leanest: dict[tuple[object, ...], Layout] = {}
-        for layout in layouts(config, grown, limits, blocks):
-            if layout.frame not in leanest or layout.lean < leanest[layout.frame].lean:
-                leanest[layout.frame] = layout
-        for layout in sorted(leanest.values(), key=_order)[:TRIES]:
-            if not (found := _judged(layout, limits, judge)).why:
-                return grown, found
-    return None
+    of the axes with which one does the layout that `search` would try first; None where no number of
+    `doublings` helps. On more ranks each takes no more: where the most do not help, none does."""
+
+    @cache
+    def fitting(number: int) -> Judged | None:
+        frames: dict[tuple[object, ...], list[Layout]] = {}
+        for layout in sorted(layouts(config, number, limits, blocks), key=_order):
+            frames.setdefault(layout.frame, []).append(layout)
+        for frame in [*frames.values()][:TRIES]:
+            lean = min(frame, key=lambda each: each.lean)
+            if not (leanest := _judged(lean, limits, judge)).why:
+                tried = (leanest if each is lean else _judged(each, limits, judge) for each in frame)
+                return next(each for each in tried if not each.why)
+        return None
+
+    possible = [ranks << times for times in doublings if any(layouts(config, ranks << times, limits, blocks))]
+    if not possible or fitting(possible[-1]) is None:
+        return None
+    found = possible[bisect_left(possible, True, key=lambda number: fitting(number) is not None)]
+    return found, cast("Judged", fitting(found))

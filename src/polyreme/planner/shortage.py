@@ -19,8 +19,9 @@ from polyreme.config.advice import changes
 from polyreme.config.describe import toml
 from polyreme.distributed.mesh import Mesh
 from polyreme.offload import host
-from polyreme.planner.choice import Subject, binary, undisturbed
+from polyreme.planner.choice import Subject, undisturbed
 from polyreme.planner.dry_run import run_kinds
+from polyreme.planner.search import binary
 from polyreme.step.memory.fit import USED
 from polyreme.step.memory.out_of_memory import Advise
 

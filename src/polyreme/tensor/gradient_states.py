@@ -125,8 +125,8 @@ class GradientStates:
             (self._followed.discard if other else self._followed.add)(stage)
 
     def _differs(self, roots: Sequence[Tensor]) -> bool:
-        """Whether the number of operations recorded since the last backward is new: autograd numbers them, in
-        each thread."""
+        """Return whether the forward of `roots` had another number of operations than those before, so that
+        it may be another graph. Autograd numbers operations, in each thread."""
         last = max((t.grad_fn._sequence_nr() for t in roots if t.grad_fn is not None), default=self._last)
         size, self._last = last - self._last, last
         differs = size < last and size not in self._sizes and len(self._sizes) < SIZES

@@ -27,6 +27,7 @@ from polyreme.models.huggingface import ForwardSignature, tensors_in
 from polyreme.models.trace import Key, Trace
 from polyreme.optim.groups import maker
 from polyreme.optim.lr_schedule import LRSchedule
+from polyreme.step.loss.objective import called
 
 DROPOUTS: dict[Any, tuple[str, int]] = {
     F.scaled_dot_product_attention: ("dropout_p", 4),
@@ -146,15 +147,15 @@ class Loss:
         own = self._loss_fn is None
         if not isinstance(batch, Mapping):
             inputs = batch if isinstance(batch, tuple | list) else (batch,)
-            split = isinstance(batch, tuple | list) and not own
-            return self._model(*_cast(tuple(inputs[:-1] if split else inputs), self._dtype))
-        takes = dict(batch) if self._signature.any_name else self._signature.names
+            given = inputs[:-1] if inputs is batch and not own else inputs
+            return called(self._model, _cast(tuple(given), self._dtype), {}, own)
         named = {
             name: value if name == "labels" else _cast(value, self._dtype)
             for name, value in batch.items()
-            if name != huggingface.NUM_ITEMS and (own or (name != "labels" and name in takes))
+            if own or (name != "labels" and (self._signature.any_name or name in self._signature.names))
+            if name != huggingface.NUM_ITEMS
         }
-        return self._model(**huggingface.training_arguments(self._model), **named)
+        return called(self._model, (), {**huggingface.training_arguments(self._model), **named}, own)
 
     def __call__(self, batch: Any) -> tuple[Tensor, float]:
         """Return the sum of the losses of a batch, and the number that their mean is over."""

@@ -97,16 +97,7 @@ class Objective:
     def output(self, batch: Any) -> Any:
         """Return the model's output for a micro-batch."""
         args, kwargs = self.cast(self._positional(batch)), self.cast_keywords(self._keywords(batch))
-        try:
-            return self.model(*args, **kwargs)
-        except TypeError as error:
-            if self._loss_fn is not None or _takes(self.model, args, kwargs):
-                raise
-            raise BatchError(
-                f"{type(self.model).__name__} cannot be called with the batch: {error}. Without a loss_fn "
-                "the model gets all of it, and returns its loss: give initialize(loss_fn=...), which gets "
-                "the model's output and the target"
-            ) from error
+        return called(self.model, args, kwargs, own_loss=self._loss_fn is None)
 
     def cast_keywords(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments for the model: all cast but `labels`, which only its loss reads, and
@@ -233,6 +224,21 @@ def _own_loss(output: Any) -> Any:
             "the model returned no loss: give it `labels` in the batch, or give initialize() a loss_fn"
         )
     return loss
+
+
+def called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], own_loss: bool) -> Any:
+    """Return what the model makes of a batch. Raises BatchError where a model that is to return its own loss
+    does not take all of it."""
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        if not own_loss or _takes(model, args, kwargs):
+            raise
+        raise BatchError(
+            f"{type(model).__name__} cannot be called with the batch: {error}. Without a loss_fn "
+            "the model gets all of it, and returns its loss: give loss_fn=..., which gets "
+            "the model's output and the target"
+        ) from error
 
 
 def _takes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -106,7 +106,8 @@ class UserLoop:
             self._announced = error
 
     def follow(self, roots: Sequence[Tensor]) -> None:
-        """See `Listener`."""
+        """Follow, in a backward from `roots` that the user's own loop begins, which gradients are whole and
+        which are parts of a sum; without roots, that backward has ended."""
         states, inside = self._step.states, torch._C._current_graph_task_id() != -1  # True in a recomputation
         if states is not None and not inside:
             states.divided.allow()

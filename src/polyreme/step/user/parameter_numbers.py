@@ -249,7 +249,8 @@ class ParameterNumbers:
             at.training.step.user_writes.settle(at.training.saver.wait_until_copied, at.bucket)
 
     def _agree(self, at: ParameterLocation, kind: str) -> tuple[Tensor | None, TensorForm | None]:
-        """Return this rank's shard, and the form of the whole tensor; None where there is none."""
+        """Return this rank's shard of the numbers of a kind (a state, the gradient, the master), and the form
+        of the whole tensor, on which all ranks agree; None where there is none."""
         self._settle(at, kind)
         own, whole = self._read(at, kind), at.cut.shape
         if kind in (MASTER, GRADIENT):

@@ -95,19 +95,19 @@ def _get_data_parallel_group() -> Any:
 
 
 def _get_data_parallel_group_ranks() -> Any:
-    """Return those ranks' numbers."""
+    """Return the numbers of the ranks of the data-parallel group."""
     return range(dist.get_world_size()) if mpu is None else mpu.get_data_parallel_group_ranks()
 
 
 def _get_data_parallel_world_size() -> int | None:
-    """Return how many they are."""
+    """Return how many ranks are data-parallel; None where the mpu knows sequences alone."""
     if mesh_device is None and mpu is not None:
         return None if _divides_sequences() else mpu.get_data_parallel_world_size()
     return dist.get_world_size(_get_data_parallel_group())
 
 
 def _get_data_parallel_rank() -> int:
-    """Return this rank's place among them."""
+    """Return this rank's place in the data-parallel group."""
     return dist.get_rank(_get_data_parallel_group())
 
 
@@ -119,12 +119,12 @@ def get_tensor_model_parallel_group() -> Any:
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """Return how many they are: 1 without an mpu."""
+    """Return how many ranks divide a layer between them: 1 without an mpu."""
     return bwc_tensor_model_parallel_world_size(mpu)
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's place among them."""
+    """Return this rank's place among those that divide a layer between them."""
     return bwc_tensor_model_parallel_rank(mpu)
 
 

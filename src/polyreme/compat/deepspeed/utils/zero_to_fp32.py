@@ -204,7 +204,8 @@ def _folder(folder: Path, tag: str | None) -> Path:
 
 
 def arguments(description: str | None, argv: Sequence[str] | None = None, **dtype: Any) -> dict[str, Any]:
-    """Read the arguments of the command line, or `argv`; with a `dtype`, those of its option."""
+    """Return the arguments of the command line, or `argv`, by name. dtype: an option that the program has
+    besides, as the keywords of `add_argument` by its name."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("checkpoint_dir", help="the folder with the file `latest`")
     parser.add_argument("output_dir", help="where the weights are written")

@@ -175,11 +175,11 @@ class PipelineModule(nn.Module):
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
 
     def topology(self) -> ProcessTopology:
-        """Return where ranks are."""
+        """Return which rank has which place on each axis."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
-        """Return this rank's place, and its groups."""
+        """Return this rank's place on each axis, and its process groups."""
         return self._grid
 
     def num_pipeline_stages(self) -> int:

@@ -119,7 +119,7 @@ class InferenceSchedule(PipeSchedule):
             yield [*messages, *self._forward(micro)]
 
     def num_pipe_buffers(self) -> int:
-        """Return one that is sent, and one that is computed."""
+        """Return 2: while one buffer is sent, another one is computed."""
         return 2
 
 
