@@ -6,8 +6,8 @@ values gathered for torch's masked attention, and no communication at all.
 
 One causal attention, forward and backward. All ways have turns in a new order each round, and a ratio is of
 turns of one round. The floor has the heads of one rank and all tokens, and exchanges nothing. The rows of
-packed documents are of a ring; their floor is its zigzag of the whole sequence. torch's `context_parallel` has
-no rule for attention on a CPU. Exit status: 1 where two losses differ."""
+packed documents are of a ring; their floor is its zigzag of the whole sequence. torch's `context_parallel`
+has no rule for attention on a CPU. Exit status: 1 where two losses differ."""
 
 from __future__ import annotations
 

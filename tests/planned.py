@@ -228,7 +228,7 @@ class Case:
 def sensible(case: Case) -> bool:
     """Whether a run would not be refused."""
     mesh = dict(case.mesh)
-    # recomputed in few layers, the peak of divided sequences is in the update, of which a CPU rank's is 4% more
+    # recomputed in few layers, the peak of divided sequences is in the update, where a CPU rank has more
     if "cp" in mesh and (case.family not in ("llama", "qwen3") or case.activations == "recompute"):
         return False
     if "tp" in mesh and case.family not in BLOCKS:

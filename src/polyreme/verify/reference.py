@@ -27,6 +27,7 @@ from polyreme.models.huggingface import ForwardSignature, tensors_in
 from polyreme.models.trace import Key, Trace
 from polyreme.optim.groups import maker
 from polyreme.optim.lr_schedule import LRSchedule
+from polyreme.sequence.documents import ENDS, IDS
 
 DROPOUTS: dict[Any, tuple[str, int]] = {
     F.scaled_dot_product_attention: ("dropout_p", 4),
@@ -186,7 +187,12 @@ class Loss:
 
 def separated(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a batch in which no token predicts the first one of the next document, as where sequences are
-    divided over mesh.cp."""
+    divided over mesh.cp. Raises BatchError for documents that plain transformers does not separate."""
+    if strange := [name for name in (*IDS, *ENDS) if batch.get(name) is not None]:
+        raise BatchError(
+            f"{strange[0]} tells documents apart to the engine, but not to one device, with which it is "
+            "compared: give verify position_ids that begin anew at each document"
+        )
     positions, labels = batch.get("position_ids"), batch.get("labels")
     if positions is None or labels is None:
         return batch
