@@ -199,6 +199,11 @@ def keep_buffers_apart(engine: Engine) -> None:
     engine._training.step.buffers.share = lambda *_: None  # type: ignore[method-assign]
 
 
+def sequences(engine: Engine) -> Any:
+    """The division of its sequences over `mesh.cp`."""
+    return engine._training.context.sequences
+
+
 def draw_as_one(engine: Engine) -> None:
     """Have all data-parallel ranks draw the same random numbers."""
     engine._training.context.randomness._place = (0, 0)

@@ -18,6 +18,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *("--mode", "numerics"),
     ),
     "both axes": ("-n", "4", "--set", "mesh.tp=2", "--set", "mesh.pp=2", "--shrink"),
+    "divided sequences": ("-n", "4", "--set", "mesh.cp=2", "--set", "mesh.tp=2", "--shrink", "--steps", "2"),
     "recomputed": ("-n", "4", "--set", "mesh.tp=2", "--set", 'memory.activations="recompute"'),
 }
 SHORT = () if ALL in os.environ else ("stage 3",)

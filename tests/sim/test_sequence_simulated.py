@@ -35,12 +35,14 @@ def real(rank: int, world: int, config: dict[str, Any]) -> list[Any]:
         return seen(engine)
 
 
+@pytest.mark.parametrize("activations", ["recompute", pytest.param("keep", marks=whole)])
 @pytest.mark.parametrize("method", ["ring", *(pytest.param(m, marks=whole) for m in get_args(Method)[1:])])
-def test_a_simulated_rank_does_what_a_real_one_does(method: Method) -> None:
+def test_a_simulated_rank_does_what_a_real_one_does(method: Method, activations: str) -> None:
     config = {
         "batch": {"size": 4, "micro": 2},
         "zero": {"stage": 3, "min_bucket": 0},
         "context": {"method": method},
+        "memory": {"activations": activations},
         "mesh": {"cp": RANKS},
     }
     expected = threads.run(RANKS, real, config)[0]

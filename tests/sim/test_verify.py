@@ -154,6 +154,14 @@ def test_models_that_are_functions_layers_or_lists_of_microbatches() -> None:
     assert of_threads(2, layers, vectors, each, loss_fn=F.mse_loss).first is None
 
 
+@quiet
+def test_documents_that_one_device_does_not_separate_are_refused() -> None:
+    batch = {**models.tokens(8), "document_ids": torch.arange(12).div(5, rounding_mode="floor").expand(8, -1)}
+    config = {"context": {"method": "ring"}}
+    with pytest.raises(BatchError, match=r"document_ids tells documents apart .* give verify position_ids"):
+        verified(0, 1, models.llama(num_hidden_layers=1), batch, config)
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -5,11 +5,13 @@ faults that other systems' compositions really had."""
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +28,7 @@ from polyreme import Engine
 from polyreme.distributed.work import DONE
 from polyreme.optim import groups
 from polyreme.pipeline.executor import Row
+from polyreme.sequence import context, methods
 from polyreme.step import step as step_module
 from polyreme.step.loss.objective import Objective
 from polyreme.step.totals import StepSums
@@ -35,7 +38,7 @@ from polyreme.verify import Difference, Verdict, run
 from polyreme.verify.report import HOW
 
 SAMPLES = 8
-DP, TP, PP = {"dp": 2}, {"tp": 2}, {"pp": 2}
+DP, TP, PP, CP = {"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 SGD = {"name": "sgd", "lr": 1e-2}
 
@@ -60,10 +63,19 @@ def dropping() -> nn.Module:
     return model
 
 
+def dropping_between() -> nn.Module:
+    """Without the dropout of attention, which divided sequences do not have."""
+    model: Any = dropping()
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.0
+    return model
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": models.llama,
     "gpt2": models.gpt2,
     "gpt2 with dropout": dropping,
+    "gpt2 with dropout between": dropping_between,
     "batch norm": Normed,
     "packed": models.llama,
     "llama of 4 blocks": lambda: models.llama(num_hidden_layers=4),
@@ -215,6 +227,72 @@ FAULTS["a stage is fed the micro-batch before"] = Fault(
     patches=swapped_microbatches,
     sections={"pipeline": {"schedule": "1f1b"}},
 )
+
+# ---- parts of a sequence
+
+
+def later_positions(engine: Engine) -> None:
+    """A rank counts positions as the one after it."""
+    after(probe.sequences(engine), "cut", lambda part, *_: {**part, "position_ids": part["position_ids"] + 6})
+
+
+FAULTS["positions are off by one part"] = Fault("input", r"model\.rotary_emb", CP, later_positions)
+
+
+def seen_neighbour() -> Any:
+    """In the second block each document sees the one before it."""
+    original = context.attention
+
+    def wrapped(method: Any, query: Any, key: Any, value: Any, sinks: Any, across: Any) -> Tensor:
+        calls[threads.HERE.rank] += 1
+        if calls[threads.HERE.rank] % 3 == 2:  # of the three blocks
+            tokens = [replace(t, document=t.document * 0, key=t.key * 0) for t in across.tokens]
+            across = replace(across, tokens=tokens)
+        return original(method, query, key, value, sinks, across)
+
+    calls: Counter[int] = Counter()
+    return patch.object(context, "attention", wrapped)
+
+
+FAULTS["a document of a divided sequence sees its neighbour"] = Fault(
+    "input", r"model\.layers\.1\.self_attn\.o_proj", CP, patches=seen_neighbour, family="packed"
+)
+
+
+def shifted_in_parts(engine: Engine) -> None:
+    """Labels are shifted after the cut, so that each part loses its last one."""
+    sequences = probe.sequences(engine)
+    sequences._shifts = False
+
+    def shift(part: dict[str, Any], *_: Any) -> dict[str, Any]:
+        shifted = F.pad(part["labels"][:, 1:], (0, 1), value=-100)
+        return {**part, "labels": shifted, "shift_labels": shifted}
+
+    after(sequences, "cut", shift)
+
+
+FAULTS["labels are shifted in each part"] = Fault(
+    "loss", "", CP, shifted_in_parts, sections={"context": {"balance": "contiguous"}}
+)
+
+
+def merged_twice() -> Any:
+    """The first block of a ring is merged again."""
+    original = methods.attend
+
+    def wrapped(merged: Any, query: Any, key: Any, value: Any, queries: Any, keys: Any, rule: Any) -> None:
+        original(merged, query, key, value, queries, keys, rule)
+        if queries is keys:
+            original(merged, query, key, value, queries, keys, rule)
+
+    return patch.object(methods, "attend", wrapped)
+
+
+FAULTS["a block of a ring is merged twice"] = Fault(
+    "input", r"model\.layers\.0\.self_attn\.o_proj", CP, patches=merged_twice,
+    sections={"context": {"method": "ring"}},
+)  # fmt: skip
+
 
 # ---- losses
 
@@ -438,6 +516,9 @@ def own_alone(engine: Engine) -> None:
 FAULTS["a bucket's gradients are not summed over dp"] = Fault(
     "reduction", r"model\.layers\.1\..*", DP, own_alone
 )
+FAULTS["a bucket's gradients are not summed over cp"] = Fault(
+    "reduction", r"model\.layers\.1\..*", CP, own_alone
+)
 
 
 def last_alone(engine: Engine) -> None:
@@ -600,7 +681,8 @@ def verdict(rank: int, size: int, name: str, compute: str = "") -> Verdict:
     model = FAMILIES[fault.family]().train()
     for parameter in model.parameters():  # biases that begin as zeros hide what becomes of them
         parameter.data += 0.02 * torch.randn_like(parameter)
-    loss_fn = F.mse_loss if fault.family == "batch norm" else models.causal_loss
+    own_loss = None if "cp" in fault.mesh else models.causal_loss
+    loss_fn = F.mse_loss if fault.family == "batch norm" else own_loss
     optimizer = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "clip": "none"}
     sections = {"zero": {"stage": 2, "min_bucket": 0}, "optimizer": optimizer, **fault.sections}
     sections["zero"] = {"min_bucket": 0, **sections["zero"]}
@@ -645,12 +727,19 @@ HEALTHY = {
     "batch norm": Fault("", "", DP, family="batch norm"),
     "batch norm over all": Fault("", "", DP, family="batch norm", sections={"batch_norm": "sync"}),
     "dropout": Fault("", "", DP, family="gpt2 with dropout"),
+    "cp": Fault("", "", CP),
+    "cp, packed": Fault("", "", CP, family="packed", sections={"context": {"method": "gather"}}),
+    "cp, tp and sequence": Fault(
+        "", "", {**SEQUENCE, "cp": 2}, sections={"context": {"method": "ulysses"}, "zero": {"stage": 3}}
+    ),
+    "cp and pp": Fault("", "", {**PP, "cp": 2}, family="llama of 4 blocks"),
+    "cp, dropout": Fault("", "", CP, family="gpt2 with dropout between"),
     "dp and tp": Fault("", "", {"dp": 2, "tp": 2}, sections={"zero": {"stage": 1}}),
 }
 
 
 def ranks_of(mesh: Mapping[str, Any]) -> int:
-    return mesh.get("dp", 1) * mesh.get("tp", 1) * mesh.get("pp", 1)
+    return math.prod(mesh.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
 
 
 quiet = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -97,7 +97,7 @@ def _fitting(
         return config, []
     stages = len(stage_ranks(config.schedule, config.mesh.pp, config.pipeline.virtual))
     path, trust = section.path, section.trust_remote_code
-    smaller, what = shrunk(path, section.config, trust, config.mesh.tp, stages)
+    smaller, what = shrunk(path, section.config, trust, config.mesh.tp * config.mesh.cp, stages)
     tree = config.model_dump(exclude_unset=True)
     tree["model"] = {"config": {**smaller, "vocab_size": max(smaller.get("vocab_size") or 0, vocabulary)}}
     if not isinstance(config.pipeline.blocks, str):

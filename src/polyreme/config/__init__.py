@@ -23,7 +23,8 @@ from polyreme.layout.mesh_axes import AXES
 __all__ = ["MOST_RANKS", "Config", "Duration", "LRScheduleSection", "Progress"]
 
 SEARCHED = (
-    "mesh.tp", "mesh.pp", "pipeline.virtual", "memory.states", "memory.params", "memory.activations",
+    "mesh.tp", "mesh.pp", "mesh.cp", "pipeline.virtual",
+    "memory.states", "memory.params", "memory.activations",
 )  # fmt: skip
 """Keys whose "auto" only a search over whole configs can replace (`polyreme.planner.search`)."""
 

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyreme.models.huggingface import (
-    find_blocks,
-    register_attention,
-    shifts_labels,
-    takes_from_all_blocks,
-)
+from polyreme.models.huggingface import find_blocks, register_attention, shifts_labels, takes_from_all_blocks
 from polyreme.models.peft import plain_model
 
 KNOWN = (

@@ -19,8 +19,8 @@ WIDE = 8
 def shrunk(
     path: str | None, config: Mapping[str, Any] | None, trust: bool, tp: int, stages: int
 ) -> tuple[dict[str, Any], str]:
-    """Return the config of a smaller model, for so many tensor-parallel ranks and pipeline stages, and what
-    was changed."""
+    """Return the config of a smaller model, for `tp` ranks that share the heads and so many pipeline stages,
+    and what was changed."""
     loaded = huggingface.read_config(path, config, trust)
     changed: list[str] = []
 

@@ -115,12 +115,13 @@ def _pipeline(config: Config, mesh: Mesh, microbatches: int) -> PipelineRank:
 
 def ranks_of_each_kind(config: Config) -> dict[str, int]:
     """Return a rank of each kind of a resolved config, by name: those of the first pipeline stages, of the
-    middle ones and of the last; or "each" where all do alike."""
-    pp = config.axes["pp"]
-    lines = _mesh(config, 0).lines("pp")
-    stages = next(line for line in lines if 0 in line)
+    middle ones and of the last; or "each" where all do alike. They have the last part of a divided sequence,
+    which sees no fewer keys than others."""
+    pp, mesh = config.axes["pp"], _mesh(config, 0)
+    last = next(line for line in mesh.lines("cp") if 0 in line)[-1]
+    stages = next(line for line in mesh.lines("pp") if last in line)
     if pp == 1:
-        return {"each": 0}
+        return {"each": last}
     found = {"first": stages[0], "middle": stages[pp // 2], "last": stages[-1]}
     return {name: rank for name, rank in found.items() if pp > 2 or name != "middle"}
 

@@ -3,13 +3,15 @@
 Invariant: whether a layout fits and how long its step takes is only what a dry run and the time model say
 (`Judge`). One is left out unjudged only where it cannot be better: where a layout that takes no more memory
 by any key does not fit, or where the arithmetic alone takes longer than whole steps of enough others. Not
-more than `tries` are judged; `Found.unjudged` counts the others. No communication."""
+more than `tries` are judged; `Found.unjudged` counts the others. Where a layout does not fit, the leanest one
+with the same axes is judged next. No communication."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -134,10 +136,10 @@ def layouts(config: Config, ranks: int, limits: Limits, blocks: int) -> Iterator
     places = ("device", "host") if limits.host else ("device",)
     stages = (1, 2, 3) if fixed.value("zero.stage") == "auto" else (fixed.value("zero.stage"),)
     any_schedule = fixed.value("pipeline.schedule") == "auto" and ("pipeline.virtual" in searched)
-    axes = product(open_to("mesh.tp", divisors(hosts)), open_to("mesh.pp", divisors(ranks)))
-    for tp, pp in axes:
-        assert isinstance(tp, int) and isinstance(pp, int)
-        if ranks % (tp * pp) or pp > max(blocks, 1):
+    sizes = {"mesh.tp": divisors(hosts), "mesh.pp": divisors(ranks), "mesh.cp": divisors(ranks)}
+    for tp, pp, cp in product(*(open_to(key, each) for key, each in sizes.items())):
+        assert isinstance(tp, int) and isinstance(pp, int) and isinstance(cp, int)
+        if ranks % (tp * pp * cp) or pp > max(blocks, 1):
             continue
         schedules: list[dict[str, object]] = [{}]
         if any_schedule and pp > 1:
@@ -151,7 +153,7 @@ def layouts(config: Config, ranks: int, limits: Limits, blocks: int) -> Iterator
             schedules, stages, open_to("memory.states", places), open_to("memory.params", places), keep
         ):
             values = {
-                "mesh.tp": tp, "mesh.pp": pp, "zero.stage": stage, "memory.states": states,
+                "mesh.tp": tp, "mesh.pp": pp, "mesh.cp": cp, "zero.stage": stage, "memory.states": states,
                 "memory.params": params, "memory.activations": activations, **schedule,
             }  # fmt: skip
             yield from _with_micro(
@@ -194,18 +196,34 @@ def search(
     fits: list[Judged] = []
     failed: list[Judged] = []
     left_out = judged = 0
-    for place, layout in enumerate(todo):
+    leanest, queue, done = _leanest(todo), deque(todo), set[int]()
+    while queue:
+        layout = queue.popleft()
+        if id(layout) in done:
+            continue
+        done.add(id(layout))
         too_large = any(_dominates(other.layout, layout) for other in failed if other.cost is not None)
         if too_large or _too_slow(layout, fits, ranks, limits):
             left_out += 1
         elif judged == tries:
-            return Found(fits, _nearest(failed), left_out, len(todo) - place)
+            return Found(fits, _nearest(failed), left_out, len(todo) - len(done) + 1)
         else:
             judged += 1
             found = _judged(layout, limits, judge)
             (failed if found.why else fits).append(found)
             fits.sort(key=lambda each: each.seconds)
+            if found.why and found.cost is not None:  # next, whether any other of these axes fits
+                queue.appendleft(leanest[layout.frame])
     return Found(fits, _nearest(failed), left_out)
+
+
+def _leanest(found: Iterable[Layout]) -> dict[tuple[object, ...], Layout]:
+    """Return of all axes and schedules the layout that takes the least memory."""
+    leanest: dict[tuple[object, ...], Layout] = {}
+    for layout in found:
+        if layout.frame not in leanest or layout.lean < leanest[layout.frame].lean:
+            leanest[layout.frame] = layout
+    return leanest
 
 
 def _order(layout: Layout) -> tuple[float, ...]:
@@ -213,7 +231,13 @@ def _order(layout: Layout) -> tuple[float, ...]:
     large micro-batches."""
     mesh, memory = layout.config.mesh, layout.config.memory
     away = (memory.states != "device") + (memory.params != "device")
-    return (away, round(layout.work, 2), mesh.tp * mesh.pp, int(layout.config.zero.stage), -layout.lean[0])
+    return (
+        away,
+        round(layout.work, 2),
+        mesh.tp * mesh.pp * mesh.cp,
+        int(layout.config.zero.stage),
+        -layout.lean[0],
+    )
 
 
 def _dominates(failed: Layout, other: Layout) -> bool:

@@ -280,7 +280,7 @@ class Comparison:
                 continue
             if self._cp.size > 1:  # all of its ranks add one up
                 full = self._division.local(names[0], self._weights[names[0]])
-                found = torch.zeros_like(full) if found is None else found.double()
+                found = torch.zeros_like(full) if found is None else found.to(full, copy=True)
                 self._cp.all_reduce(found).wait()
             if found is not None:
                 found = found.double() / self._unit

@@ -27,6 +27,7 @@ from polyreme.models.huggingface import ForwardSignature, tensors_in
 from polyreme.models.trace import Key, Trace
 from polyreme.optim.groups import maker
 from polyreme.optim.lr_schedule import LRSchedule
+from polyreme.sequence.documents import ENDS, IDS
 from polyreme.step.loss.objective import called
 
 DROPOUTS: dict[Any, tuple[str, int]] = {
@@ -139,8 +140,12 @@ class Loss:
     """Calls a model on a batch and reads its loss, as `Engine.train_step` says that it does. equal: every
     micro-batch counts the same (batch.mean = "ranks")."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, dtype: torch.dtype, equal: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, dtype: torch.dtype, equal: bool = False, separates: bool = False
+    ) -> None:
+        """separates: see `separated`."""
         self._model, self._loss_fn, self._dtype, self._equal = model, loss_fn, dtype, equal
+        self._separates = separates
         self._signature = ForwardSignature.of(model)
 
     def _output(self, batch: Any) -> Any:
@@ -159,6 +164,8 @@ class Loss:
 
     def __call__(self, batch: Any) -> tuple[Tensor, float]:
         """Return the sum of the losses of a batch, and the number that their mean is over."""
+        if self._separates and isinstance(batch, Mapping):
+            batch = separated(batch)
         output: Any = self._output(batch)
         weight: float | None = huggingface.count_labels(self._model, batch)
         if self._loss_fn is None:
@@ -177,6 +184,20 @@ class Loss:
         count = 1.0 if self._equal else float(_samples(batch) if weight is None else weight)
         loss = loss.reshape(()) if count else loss.reshape(()).nan_to_num()  # 0 / 0
         return loss * count, count
+
+
+def separated(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a batch in which no token predicts the first one of the next document, as where sequences are
+    divided over mesh.cp. Raises BatchError for documents that plain transformers does not separate."""
+    if strange := [name for name in (*IDS, *ENDS) if batch.get(name) is not None]:
+        raise BatchError(
+            f"{strange[0]} tells documents apart to the engine, but not to one device, with which it is "
+            "compared: give verify position_ids that begin anew at each document"
+        )
+    positions, labels = batch.get("position_ids"), batch.get("labels")
+    if positions is None or labels is None:
+        return batch
+    return {**batch, "labels": labels.masked_fill(positions == 0, huggingface.IGNORED_LABEL)}
 
 
 def _classes(loss_fn: Any, target: Any) -> float | None:
@@ -260,7 +281,8 @@ class Reference:
         self._optimizers = optimizers(model, config, optimizer)
         self._groups = [(group, group["lr"]) for each in self._optimizers for group in each.param_groups]
         self.trace = Trace(model)
-        self._loss = Loss(model, loss_fn, compute, config.batch.mean == "ranks")
+        separates = config.mesh.cp > 1 or config.context.method != "auto"
+        self._loss = Loss(model, loss_fn, compute, config.batch.mean == "ranks", separates)
         self._progress, self._unit = Progress(), 1.0
         self.weights: dict[str, Tensor] = {}
         self._take_weights()

@@ -104,8 +104,9 @@ class Steps:
             overflows += 1
         if overflows or self._result.skipped:
             what = "was skipped" if self._result.skipped else "was taken again until no gradient overflowed"
-            scale = f"by a loss scale of {self._result.loss_scale:g}"
-            self.notes.append(f"step {self._findings.step} {what}, {scale}")
+            self.notes.append(
+                f"step {self._findings.step} {what}, by a loss scale of {self._result.loss_scale:g}"
+            )
         if self._result.skipped:
             return
         self._go_on()
