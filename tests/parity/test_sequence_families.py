@@ -122,8 +122,11 @@ def with_images(length: int, seed: int, kind: str = "") -> Batch:
         pixels = torch.randn(3, 3, 8, 8, generator=generator).double()
         types = (ids == PICTURE).long()
         return {
-            **{"input_ids": ids, "labels": labels, "attention_mask": mask},
-            **{"token_type_ids": types, "pixel_values": pixels},
+            "input_ids": ids,
+            "labels": labels,
+            "attention_mask": mask,
+            "token_type_ids": types,
+            "pixel_values": pixels,
         }
     return {
         "input_ids": ids,
@@ -205,9 +208,7 @@ def test_attention_on_both_sides(kind: str) -> None:
     lengths, ids = (5, 8), ids_of(1, 13)
     places = torch.cat([torch.arange(n) for n in lengths])[None]
     parts = [{"input_ids": each, "labels": each} for each in ids.split(lengths, 1)]
-    check(
-        2, model, [{"input_ids": ids, "labels": ids, "position_ids": places}], [parts], batch={"size": 1}
-    )
+    check(2, model, [{"input_ids": ids, "labels": ids, "position_ids": places}], [parts], batch={"size": 1})
 
 
 # ---- what is refused

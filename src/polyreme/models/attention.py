@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyreme.models.huggingface import (
-    find_blocks,
-    register_attention,
-    shifts_labels,
-    takes_from_all_blocks,
-)
+from polyreme.models.huggingface import find_blocks, register_attention, shifts_labels, takes_from_all_blocks
 from polyreme.models.peft import plain_model
 
 KNOWN = (
@@ -29,7 +24,7 @@ KNOWN = (
 mixer."""
 MIXERS = (
     *("Mamba", "SSM", "DeltaNet", "DeltaAttention", "LinearAttention", "Lightning", "ShortConv", "Rglru"),
-    *("Recurrent", "Rwkv", "RWKV", "Retention"),
+    *("Recurrent", "Rwkv", "RWKV", "Retention", "LSTMLayer"),
 )
 """Parts of the names of classes that mix the tokens of a sequence without attention."""
 POINTWISE = ("mlp", "moe", "sparse", "dense")

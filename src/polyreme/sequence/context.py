@@ -179,9 +179,7 @@ class ContextParallel:
         """Call a module for rotary tables that depend on the longest position, with that of all ranks."""
         longest = self._now(type(rotary).__name__).longest.to(position_ids)
         positions = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)
-        return pytree.tree_map_only(
-            Tensor, lambda each: each[..., :-1, :], forward(x, positions, **kwargs)
-        )
+        return pytree.tree_map_only(Tensor, lambda each: each[..., :-1, :], forward(x, positions, **kwargs))
 
     def _embed(self, table: nn.Embedding, forward: Callable[..., Any], *_: Any, **__: Any) -> Tensor:
         """Call an embedding of positions, which it would count by itself, with those of this rank's part."""
