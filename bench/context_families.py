@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +30,7 @@ from tiny_families import LARGEST, build, declared, tiny
 WAYS = 2
 TOLERANCE = 1e-10
 MODES = ("padded", "packed")
+KINDS = ("pass", "refused", "wrong", "not built")
 DOCUMENTS = {"padded": [(9,), (13,)], "packed": [(5, 3, 5), (1, 12)]}
 """The lengths of the documents of each sample."""
 IGNORED = -100
@@ -161,5 +164,40 @@ def _problems(error: BaseException) -> str:
     return (lines[0] if lines else _line(error)) + more
 
 
-def summary(rows: Mapping[str, Any]) -> None:
-    """To be removed."""
+def markdown(result: Mapping[str, Any]) -> str:
+    """The whole result as a page."""
+    env, rows = result["environment"], dict(sorted(result["families"].items()))
+    worst = {name: _worst(row) for name, row in rows.items()}
+    counts = Counter(kind for kind, _ in worst.values())
+    lines = [
+        "# Families of transformers under context parallelism", "",
+        f"{env['date']}, commit {env['commit']}; Python {env['python']}, torch {env['versions']['torch']}, "
+        f"transformers {env['versions']['transformers']}.", "", f"    {env['command']}", "",
+        "Every family that has a causal model or declares a tensor-parallel plan, tiny, in float64, over "
+        f"{WAYS} ranks, padded and packed: loss and every gradient against plain transformers, which gets "
+        f"each document by itself, to {TOLERANCE:g}. Families of images or sounds and texts get texts only.",
+        "", "| " + " | ".join(KINDS) + " |", "|" + "--:|" * len(KINDS),
+        "| " + " | ".join(str(counts[kind]) for kind in KINDS) + " |",
+    ]  # fmt: skip
+    for kind, title in zip(KINDS[::-1], ("Not built", "Wrong", "Refused", "Pass"), strict=True):
+        chosen = [name for name in rows if worst[name][0] == kind]
+        if kind == "pass":
+            lines += ["", f"## {title}", "", ", ".join(chosen)]
+        elif chosen:
+            lines += ["", f"## {title}", "", "| family | model | why |", "|---|---|---|"]
+            lines += [
+                "| " + " | ".join([name, rows[name]["model"], _cell(worst[name][1])]) + " |"
+                for name in chosen
+            ]
+    return "\n".join([*lines, ""])
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([|*<>])", r"\\\1", text)
+
+
+def _worst(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The worse of a family's outcomes."""
+    ranked = {"wrong": 0, "refused": 1, "not built": 2, "pass": 3}
+    kind, why = min(row["outcomes"].values(), key=lambda each: ranked[each[0]])
+    return kind, why

@@ -1,9 +1,14 @@
 """Tries tensor parallelism on every family of transformers that declares a plan for it or that our own table
 knows: forward and backward of a tiny model on two ranks, beside the undivided model.
 
-    python bench/families.py --out bench/results/NAME.json                   # all that NAME.json does not
-    have yet python bench/families.py --out bench/results/NAME.json llama gemma2      # these, again python
-    bench/families.py --out bench/results/NAME.json --seconds 120     # a part; the next run goes on
+    # all that NAME.json does not have yet
+    python bench/families.py --out bench/results/NAME.json
+    # these, again
+    python bench/families.py --out bench/results/NAME.json llama gemma2
+    # a part; the next run goes on
+    python bench/families.py --out bench/results/NAME.json --seconds 120
+    # context parallelism (`context_families`)
+    python bench/families.py --cp --out bench/results/NAME.json
 
 Invariant: "pass" means that the loss and every gradient, joined, are those of the undivided model in float64
 to 1e-10, on both ranks, and that some parameter was divided. What raises anything but a PolyremeError once
@@ -248,15 +253,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no other family after so long"
     )
+    parser.add_argument("--cp", action="store_true", help="context parallelism, in place of tensor's")
     args = parser.parse_args(argv)
-    known = declared()
+    import context_families as context
+
+    known, modes = (context.families(), context.MODES) if args.cp else (declared(), MODES)
     if unknown := set(args.families) - set(transformers.CONFIG_MAPPING):
         parser.error(f"transformers has no model_type {', '.join(sorted(unknown))}")
     from step import environment
 
     result = json.loads(args.out.read_text()) if args.out.exists() else {"families": {}}
     result["environment"] = environment() | {
-        "command": shlex.join(["python", "bench/families.py", "--out", str(args.out)])
+        "command": shlex.join(["python", "bench/families.py", *["--cp"] * args.cp, "--out", str(args.out)])
     }
     todo = args.families or [kind for kind in known if kind not in result["families"]]
     began, ranks = time.monotonic(), Ranks()
@@ -264,21 +272,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in todo:
             if time.monotonic() - began > args.seconds:
                 break
-            result["families"][kind] = row = attempt(ranks, kind)
+            result["families"][kind] = row = context.attempt(kind) if args.cp else attempt(ranks, kind)
             print(
                 kind,
-                *(": ".join(filter(None, row["outcomes"][mode]))[:150] for mode in MODES),
+                *(": ".join(filter(None, row["outcomes"][mode]))[:150] for mode in modes),
                 sep=" | ",
                 flush=True,
             )
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     finally:
         ranks.close()
-    args.out.with_suffix(".md").write_text(markdown(result))
+    args.out.with_suffix(".md").write_text((context.markdown if args.cp else markdown)(result))
     left = [kind for kind in known if kind not in result["families"]]
     print(f"{len(result['families'])} families, {len(left)} not tried yet")
     return int(
-        any(row["outcomes"][mode][0] == "wrong" for row in result["families"].values() for mode in MODES)
+        any(row["outcomes"][mode][0] == "wrong" for row in result["families"].values() for mode in modes)
     )
 
 

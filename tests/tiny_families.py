@@ -83,10 +83,24 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 16},
     "glm5_next_text": {"index_kpool": 2, "qk_rope_head_dim": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    **{
+        kind: {
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 1e3, "factor": 1.0, "rope_theta": 1e4},
+        }
+        for kind in ("hunyuan_v1_dense", "hunyuan_v1_moe")
+    },
     "hy_v4_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     },
     "ministral": {"head_dim": 8},
+    **{
+        kind: {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, **more}
+        for kind, more in (
+            ("bamba", {}),
+            ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"]}),
+        )
+    },
     "phi": {"qk_layernorm": True},
 }  # fmt: skip
 """By model_type, what a family needs besides."""

@@ -14,7 +14,9 @@ import peft
 import pytest
 import torch
 import transformers
-from test_sequence_parity import SMALL, Wide, refusal
+from test_sequence_parity import SMALL, Wide, model_of, refusal
+from test_sequence_parity import check as check_records
+from test_sequence_parity import settings as divided_settings
 from torch import Tensor, nn
 
 import models
@@ -23,7 +25,6 @@ import threads
 from examples import whole
 from polyreme.errors import ConfigError, ModelError
 from polyreme.models.huggingface import training_arguments
-from polyreme.sequence import context
 from tiny_families import build, tiny
 
 IGNORED, PICTURE, PADDING = -100, 5, 0
@@ -99,6 +100,36 @@ def test_rotary_tables_follow_the_longest_position_of_all_ranks(rope: str, ranks
     check(ranks, rotary("llama", rope_type=rope), batches)
 
 
+# ---- mixers and other axes
+
+
+@whole
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_mixers_with_other_axes(family: str) -> None:
+    for kind, mesh, zero in (("packed", {"pp": 2}, {}), ("left padded", {"dp": 2}, {"stage": 3})):
+        check_records(family, kind, divided_settings({"cp": 2, **mesh}, zero=zero))
+
+
+def recomputed(rank: int, world: int, model: nn.Module, batches: list[Batch]) -> list[list[float]]:
+    """Losses where blocks are kept, and where they are computed again."""
+    found = []
+    for activations in ("keep", "recompute"):
+        config = settings(world, memory={"activations": activations}, precision={"compute": "fp32"})
+        with polyreme.initialize(copy.deepcopy(model).float(), config) as engine:
+            found.append([engine.train_step([each]).loss for each in batches])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("gemma3", marks=whole)])
+def test_blocks_that_are_computed_again_are_the_same(kind: str) -> None:
+    model = model_of(kind) if kind == "qwen3_next" else pictures(kind)
+    ids = ids_of(2, 13)
+    batches = [{"input_ids": ids, "labels": ids}] if kind == "qwen3_next" else [with_images(15, 0, kind)]
+    for kept, again in threads.run(2, recomputed, model, batches * 2):
+        assert kept == again
+        assert kept[0] != kept[1]
+
+
 # ---- images
 
 
@@ -122,8 +153,11 @@ def with_images(length: int, seed: int, kind: str = "") -> Batch:
         pixels = torch.randn(3, 3, 8, 8, generator=generator).double()
         types = (ids == PICTURE).long()
         return {
-            **{"input_ids": ids, "labels": labels, "attention_mask": mask},
-            **{"token_type_ids": types, "pixel_values": pixels},
+            "input_ids": ids,
+            "labels": labels,
+            "attention_mask": mask,
+            "token_type_ids": types,
+            "pixel_values": pixels,
         }
     return {
         "input_ids": ids,
@@ -205,17 +239,15 @@ def test_attention_on_both_sides(kind: str) -> None:
     lengths, ids = (5, 8), ids_of(1, 13)
     places = torch.cat([torch.arange(n) for n in lengths])[None]
     parts = [{"input_ids": each, "labels": each} for each in ids.split(lengths, 1)]
-    check(
-        2, model, [{"input_ids": ids, "labels": ids, "position_ids": places}], [parts], batch={"size": 1}
-    )
+    check(2, model, [{"input_ids": ids, "labels": ids, "position_ids": places}], [parts], batch={"size": 1})
 
 
 # ---- what is refused
 
 
-def test_masks_that_are_no_bool_are_refused() -> None:
-    with pytest.raises(ModelError, match='attn_implementation = "sdpa"'):
-        context.given_mask("Gemma3TextModel", torch.zeros(2, 1, 7, 7), 2)
+def test_masks_that_an_attention_makes_are_refused() -> None:
+    make = partial(build, tiny(transformers.CONFIG_MAPPING["doge"]))
+    assert "a mask of its own" in refusal(ModelError, make, settings(2, batch={"size": 4, "micro": 2}))
 
 
 def test_a_decoder_that_says_it_is_not_causal_is_refused() -> None:

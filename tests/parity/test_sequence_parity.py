@@ -272,9 +272,7 @@ def test_a_divided_run_is_a_plain_one(case: Case) -> None:
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        pytest.param(
-            family, method, marks=[] if family in DEFAULT and method == "ring" else whole
-        )
+        pytest.param(family, method, marks=[] if family in DEFAULT and method == "ring" else whole)
         for family in FAMILIES
         for method in get_args(Method)
     ],

@@ -128,11 +128,26 @@ def test_places_in_documents(lengths: list[int]) -> None:
     assert torch.equal(places(numbered(lengths, sum(lengths))[None])[0], expected)
 
 
+def test_documents_of_images_begin_where_all_positions_are_0() -> None:
+    """The second begins with an image of 2 x 2 tokens, of which one alone is at 0 in all directions."""
+    time, height, width = [0, 1, 0, 0, 0, 0], [0, 1, 0, 0, 1, 1], [0, 1, 0, 1, 0, 1]
+    found = find({"position_ids": torch.tensor([time, height, width])[:, None]}, 1, 6)
+    assert found.of.tolist() == [[0, 0, 1, 1, 1, 1]]
+    assert not found.plain
+
+
+def test_positions_that_begin_later_are_counted_on_from_there() -> None:
+    batch = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    found, own = find(batch, 1, 6, first=2), find({"position_ids": batch["position_ids"] + 2}, 1, 6, first=2)
+    assert found.positions.tolist() == own.positions.tolist() == [[2, 3, 4, 2, 3, 4]]
+    assert found.of.tolist() == own.of.tolist() == [[0, 0, 0, 1, 1, 1]]
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"position_ids": torch.tensor([[0, 1, 2, 5, 6, 7]])}, "jump from 2 to 5 at token 3 of sample 0"),
-        ({"position_ids": torch.zeros(3, 1, 6).long()}, r"position_ids of \[3, 1, 6\]"),
+        ({"position_ids": torch.zeros(3, 2, 6).long()}, r"position_ids of \[3, 2, 6\]"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, r"must rise from 0 to the 6 tokens"),
         ({"cu_seq_lens_q": torch.tensor([1, 6])}, r"must rise from 0"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 4, 6])}, r"must rise from 0"),

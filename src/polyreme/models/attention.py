@@ -24,7 +24,7 @@ KNOWN = (
 mixer."""
 MIXERS = (
     *("Mamba", "SSM", "DeltaNet", "DeltaAttention", "LinearAttention", "Lightning", "ShortConv", "Rglru"),
-    *("Recurrent", "Rwkv", "RWKV", "Retention"),
+    *("Recurrent", "Rwkv", "RWKV", "Retention", "LSTMLayer"),
 )
 """Parts of the names of classes that mix the tokens of a sequence without attention."""
 POINTWISE = ("mlp", "moe", "sparse", "dense")

@@ -27,7 +27,9 @@ def tokens_of(batch: Any) -> Tensor:
             f"a batch that is a {type(batch).__name__} cannot be cut over mesh.cp: give a mapping with "
             "input_ids and labels, or set mesh.cp = 1"
         )
-    found = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    found = next(
+        (batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None
+    )
     if not isinstance(found, Tensor) or found.dim() < 2:
         raise BatchError(
             "the batch has neither input_ids nor inputs_embeds of (samples, tokens), which mesh.cp cuts: "

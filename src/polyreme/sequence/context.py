@@ -50,14 +50,17 @@ NAME = "polyreme_context"
 MASKED = "polyreme_context_masked"
 """Its name in models of texts behind others, which may make masks of whole sequences."""
 
+CACHES = ("cache", "past_key_values", "cache_params")
+"""Arguments of mixers with their states so far."""
+
 _owners: WeakKeyDictionary[nn.Module, ContextParallel] = WeakKeyDictionary()
 _owners_of_configs: dict[int, ContextParallel] = {}
 """Of configs of models of texts behind others, which cannot be hashed, by their ids."""
 
 
 class ContextParallel:
-    """The division of one engine's sequences over `mesh.cp`. choice: how its attention is computed. in_text: the
-    model of texts runs, on a part, behind one that sees images."""
+    """The division of one engine's sequences over `mesh.cp`. choice: how its attention is computed.
+    in_text: the model of texts runs, on a part, behind one that sees images."""
 
     choice: Choice
     in_text = False
@@ -135,7 +138,8 @@ class ContextParallel:
         """Return this rank's part of a micro-batch, and remember where its tokens lie. Raises BatchError for
         a batch that cannot be cut."""
         main = tokens_of(batch)
-        found = documents_of.find(batch, *main.shape[:2], first=self._first)
+        samples, length = main.shape[:2]
+        found = documents_of.find(batch, samples, length, self._first)
         values = shifted(batch, found, self._shifts)
         layout = self._layouts[microbatch] = Layout.of(
             found, self._axis, self._split, self._section, self.choice.method, self._work
@@ -170,6 +174,7 @@ class ContextParallel:
     def _mix(self, mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a mixer with whole documents."""
         layout, what = self._now(type(mixer).__name__), type(mixer).__name__
+        kwargs |= dict.fromkeys({*CACHES} & {*kwargs})  # of a state that no document has at its beginning
         self._uncalled.pop(self._block_of[mixer], None)
         return layout.whole.run(what, forward, args, kwargs)
 
@@ -179,9 +184,7 @@ class ContextParallel:
         """Call a module for rotary tables that depend on the longest position, with that of all ranks."""
         longest = self._now(type(rotary).__name__).longest.to(position_ids)
         positions = torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], -1)
-        return pytree.tree_map_only(
-            Tensor, lambda each: each[..., :-1, :], forward(x, positions, **kwargs)
-        )
+        return pytree.tree_map_only(Tensor, lambda each: each[..., :-1, :], forward(x, positions, **kwargs))
 
     def _embed(self, table: nn.Embedding, forward: Callable[..., Any], *_: Any, **__: Any) -> Tensor:
         """Call an embedding of positions, which it would count by itself, with those of this rank's part."""
@@ -193,12 +196,6 @@ class ContextParallel:
         """Call the model of texts behind others with this rank's part."""
         what = type(text).__name__
         layout, masks = self._now(what), kwargs.pop("attention_mask", None)
-        if isinstance(masks, Mapping):
-            kwargs["attention_mask"] = {
-                name: given_mask(what, each, len(layout.documents)) for name, each in masks.items()
-            }
-        else:
-            kwargs["attention_mask"] = given_mask(what, masks, len(layout.documents))
         given = kwargs.get("position_ids")
         if given is None or given.dim() < 3:  # else of images, by several numbers for each token
             given = layout.positions
@@ -207,6 +204,8 @@ class ContextParallel:
         if takes(text, "use_cache"):
             kwargs["use_cache"] = False  # of its own config, which may say otherwise
         args, kwargs = pytree.tree_map_only(Tensor, layout.part, (args, kwargs))
+        # masks of padding are in the layout; an attention takes its part of others
+        kwargs["attention_mask"] = pytree.tree_map_only(Tensor, lambda m: m if m.dim() > 2 else None, masks)
         self.in_text = True
         try:
             return forward(*args, **kwargs)
@@ -221,7 +220,7 @@ class ContextParallel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: object,
+        mask: Tensor | None,
         options: Mapping[str, Any],
     ) -> Tensor:
         """Return the attention of this rank's queries, (samples, tokens, heads, width). Raises ModelError for
@@ -233,7 +232,8 @@ class ContextParallel:
                 f"{what} has {lengths[0]} queries and {lengths[1]} keys, but this rank's part of the "
                 f"sequence has {layout.length} tokens: it is not cut over mesh.cp; set mesh.cp = 1"
             )
-        if mask is not None and not isinstance(mask, Mask):
+        whole = (layout.parts.padded,) * 2
+        if mask is not None and (mask.shape[1:] != (1, *whole) or mask.dtype != torch.bool):
             raise ModelError(
                 f"{what} has a mask of its own, of tokens that are on several ranks: set mesh.cp = 1"
             )
@@ -243,7 +243,12 @@ class ContextParallel:
             raise ModelError(f"{what} adds a bias by position: set mesh.cp = 1")
         rule, chunk = _rule(module, query, options), chunk_of(module)
         if mask is not None:
-            rule, chunk = replace(rule, causal=False, window=None, mask=mask), None
+            if not rule.causal:  # transformers leaves some masks out, and then these tokens see all
+                raise ModelError(
+                    f"{what} says that it is not causal, but is given a mask: leave padding out, or set "
+                    "mesh.cp = 1"
+                )
+            rule, chunk = replace(rule, causal=False, window=None, mask=Mask(mask)), None
         across = layout.of_rule(rule, chunk)
         self._uncalled.pop(self._block_of.get(module, module), None)
         if (temperature := self._temperatures.get(module)) is not None:
@@ -266,19 +271,6 @@ def _makes_masks(config: object) -> bool:
     """Return whether a model makes masks of whole sequences, before its model of texts gets a part."""
     owner = _owners_of_configs.get(id(config))
     return owner is not None and not owner.in_text
-
-
-def given_mask(what: str, whole: Any, samples: int) -> Mask | None:
-    """Return a mask that a model made of whole sequences, (samples, 1, queries, keys), for our attention.
-    None stands for the mask that each attention has by itself."""
-    if whole is None or (isinstance(whole, Tensor) and whole.dim() == 2):
-        return None
-    if not isinstance(whole, Tensor) or whole.dtype != torch.bool or whole.dim() != 4 or whole.shape[1] != 1:
-        raise ModelError(
-            f"{what} is given masks of the whole sequence that are no bool of (samples, 1, tokens, tokens): "
-            'set attn_implementation = "sdpa" in the model\'s config, or mesh.cp = 1'
-        )
-    return Mask(whole[:, 0].expand(samples, -1, -1))
 
 
 def _rule(module: nn.Module, query: Tensor, options: Mapping[str, Any]) -> Rule:

@@ -21,9 +21,9 @@ from polyreme.sequence.visible import Rule, Tokens
 
 @dataclass
 class Layout:
-    """Where the tokens of a micro-batch lie: `length` of them on each rank. place: of each token in its
-    document, (samples, tokens), padding apart. positions: in the model, of all tokens. longest: the largest position of all tokens. across: what
-    attentions need, by their rule and chunks."""
+    """Where the tokens of a micro-batch lie. documents: of all tokens, (samples, tokens), those of padding
+    apart. positions: in the model, of all tokens. longest: the largest of them. across: what attentions
+    need, by their rule and chunks."""
 
     axis: Axis
     parts: Parts

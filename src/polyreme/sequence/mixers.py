@@ -66,7 +66,9 @@ class Whole:
         errors."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         shape = self.pieces.mine.shape
-        tokens = {at for at, each in enumerate(leaves) if isinstance(each, Tensor) and each.shape[:2] == shape}
+        tokens = {
+            at for at, each in enumerate(leaves) if isinstance(each, Tensor) and each.shape[:2] == shape
+        }
         if not tokens:
             raise ModelError(
                 f"{what} gets nothing of the {shape[1]} tokens of this rank's part of the sequence, which it "
@@ -104,5 +106,7 @@ class _Gather(Function):
         ranks, wide = range(whole.axis.size), torch.promote_types(grad.dtype, torch.float32)
         full = torch.stack([whole.parts.mine(grad, rank) for rank in ranks]).to(wide)
         part = torch.empty_like(full[0])
-        whole.axis.reduce_scatter(part.view(-1), full.view(-1), of=" of gradients of whole documents").settle()
+        whole.axis.reduce_scatter(
+            part.view(-1), full.view(-1), of=" of gradients of whole documents"
+        ).settle()
         return part.to(grad.dtype), None

@@ -17,15 +17,22 @@ TILE = 1024
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which keys each query sees, by the places of both in their sequence, (samples, queries, keys)."""
+    """Which keys each query sees, by the places of both in their sequence: a bool tensor of (samples or 1, 1,
+    queries, keys). Masks of the same tensor are equal."""
 
     sees: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and other.sees is self.sees
+
+    def __hash__(self) -> int:
+        return id(self.sees)
 
     def of(self, place: Tensor, other: Tensor) -> Tensor:
         """Return what queries at `place`, (samples, queries, 1), see of keys at `other`, (samples, 1,
         keys)."""
-        rows = torch.arange(len(self.sees), device=self.sees.device)[:, None, None]
-        return self.sees[rows, place.to(self.sees.device), other.to(self.sees.device)].to(place.device)
+        sees = self.sees[:, 0].expand(len(place), -1, -1)
+        return sees[torch.arange(len(place), device=place.device)[:, None, None], place, other]
 
 
 @dataclass(frozen=True)
