@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from polyreme.config.describe import default, toml
@@ -193,6 +193,9 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
 
 def _context(keys: Keys) -> Iterator[Conflict]:
     cp, context = keys.mesh.cp, keys.context
+    if isinstance(context.method, Mapping) and (product := math.prod(context.method.values())) != cp:
+        reason = f"its numbers make {product} ranks, and mesh.cp is {cp}"
+        yield "context.method", reason, f"write mesh.cp = {product}, or numbers whose product is {cp}"
     if cp == 1:
         return
     if keys.compile:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -333,6 +333,7 @@ class _TrainingLoop:
                 bits_per_byte=_bits(validation, self._history),
                 flops_per_second=self._rate.flops_per_token * own if self._rate else None,
                 mfu=mfu(self._rate.flops_per_token, own, self._rate.peak) if self._rate else None,
+                context=asdict(result.context) if result.context else None,
                 memory_bytes=self._memory,
                 traffic=engine.traffic(),
             )
@@ -578,7 +579,9 @@ def _last_step(config: Config, engine: Engine) -> int:
 
 
 def _show_sample(config: Config, engine: Engine, text: TextData, monitors: Monitor, when: str) -> None:
-    if config.train.sample is not None and (engine.mesh.pp.size > 1 or config.mesh.sequence_parallel):
+    own_attention = config.mesh.cp > 1 or config.context.method != "auto"
+    cut = engine.mesh.pp.size > 1 or config.mesh.sequence_parallel or own_attention
+    if config.train.sample is not None and cut:
         monitors.message(
             f"no sample {when}: a model cut into pipeline stages, "
             "or along the sequence, does not generate text yet"

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from polyreme.config.schema import ContextSection
-from polyreme.distributed.mesh import Mesh
+from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import BatchError, ModelError, named
 from polyreme.models.attention import facts_of, replace_attention
 from polyreme.models.huggingface import IGNORED_LABEL, shifts_labels
 from polyreme.models.patches import Patches
 from polyreme.sequence import documents as documents_of
-from polyreme.sequence.choice import Choice, choose, refuse
+from polyreme.sequence.choice import Choice, choose, neighbours, refuse
 from polyreme.sequence.documents import DROPPED, Documents
 from polyreme.sequence.methods import Across, attention
 from polyreme.sequence.parts import Parts, Work, cut, padded_length
@@ -36,13 +36,24 @@ _owners: WeakKeyDictionary[nn.Module, ContextParallel] = WeakKeyDictionary()
 
 @dataclass
 class Layout:
-    """Where the tokens of a micro-batch lie: `length` of them on each rank. across: what its attentions need,
-    by their rule."""
+    """Where the tokens of a micro-batch lie: `length` of them on each rank. tokens: of each place of the
+    ring. across: what its attentions need, by their rule."""
 
     parts: Parts
     tokens: list[Tokens]
     length: int
     across: dict[Rule, Across] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the sequences of a step were divided. method: how attention was computed (`context.method`).
+    balance: which tokens ranks had, by micro-batch where these differ. load: what the fullest rank computed,
+    over the mean, counted in operations."""
+
+    method: str
+    balance: str
+    load: float
 
 
 class ContextParallel:
@@ -63,8 +74,13 @@ class ContextParallel:
         to the model. Raises ConfigError with all that stands against the division of this model."""
         self._axis, self._split, self._section, self._patches = mesh.cp, split, section, patches
         refuse(model, section, mesh.cp.size, mesh.tp.size, own_loss)
-        facts = facts_of(model)
-        self.choice = choose(section, facts, mesh.cp.size, mesh.tp.size)
+        facts, local = facts_of(model), neighbours(mesh.host_of, mesh.lines("cp"))
+        self.choice = choice = choose(section, facts, mesh.cp.size, mesh.tp.size, local)
+        self._heads, self._ring = Axis("cp"), mesh.cp
+        if choice.ring == 1:
+            self._heads, self._ring = self._ring, self._heads
+        elif choice.ulysses > 1:
+            self._heads, self._ring = mesh.split("cp", choice.ulysses, ("cp_ulysses", "cp_ring"))
         self._shifts = shifts_labels(model)
         self._work = Work(facts.pair, facts.token, facts.causal, facts.window)
         self._layouts: dict[int, Layout] = {}
@@ -117,6 +133,14 @@ class ContextParallel:
             if name not in DROPPED
         }
 
+    def division(self, microbatches: int) -> Division:
+        """Return how so many micro-batches were divided, which were cut last."""
+        parts = [self._layouts[each].parts for each in range(microbatches)]
+        mean = sum(each.mean for each in parts)
+        load = sum(each.most for each in parts) / mean if mean else 1.0
+        names = dict.fromkeys(each.balance for each in parts)
+        return Division(str(self.choice), ", ".join(names), load)
+
     def _shifted(self, values: dict[str, Any], found: Documents, main: Tensor) -> dict[str, Any]:
         """Return a batch whose labels are shifted, where the model's loss would do that; the token that
         begins a document is predicted from none."""
@@ -150,16 +174,14 @@ class ContextParallel:
         if extra:
             of = torch.cat([of, (of[:, -1:] + 1).expand(count, extra)], 1)
             seen = torch.cat([seen, torch.ones(count, extra, dtype=torch.bool)], 1)
-        balance = self._section.balance
-        if self.choice.method == "ulysses":  # every rank has all tokens of some heads
-            balance = "contiguous"
-        parts = cut(of, self._axis.size, balance, self._work)
+        # ranks that swap heads share the tokens that a place of the ring has
+        parts = cut(of, self._ring.size, self._section.balance, self._work)
         keys = of.masked_fill(~seen, -1)
         tokens = [
-            Tokens(parts.order[:, rank], parts.mine(of, rank), parts.mine(keys, rank))
-            for rank in range(self._axis.size)
+            Tokens(parts.order[:, place], parts.mine(of, place), parts.mine(keys, place))
+            for place in range(self._ring.size)
         ]
-        return Layout(parts, tokens, padded // self._axis.size)
+        return Layout(parts.split(self._heads.size), tokens, padded // self._axis.size)
 
     def _part(self, name: str, value: Any, shape: tuple[int, int], extra: int, layout: Layout) -> Any:
         """Return this rank's part of one value of a batch, whose tokens are padded by `extra`."""
@@ -214,10 +236,13 @@ class ContextParallel:
             raise ModelError(f"{what} adds a bias by position: set mesh.cp = 1")
         rule = _rule(module, query, options)
         if rule not in layout.across:
-            layout.across[rule] = Across(self._axis, layout.tokens, rule)
+            gathers = self.choice.method == "gather"
+            layout.across[rule] = Across(self._ring, layout.tokens, rule, self._heads, gathers)
         self._uncalled.pop(self._block_of.get(module, module), None)
         sinks, across = options.get("s_aux"), layout.across[rule]
-        return attention(self.choice.method, query, key, value, sinks, across).transpose(1, 2).contiguous()
+        output = attention(query, key, value, sinks, across)
+        # a copy, which a model may change: the output is kept for the backward
+        return output.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
     def check(self) -> None:
         """Refuse blocks of which no attention was called in the first forwards. Call once each block was
