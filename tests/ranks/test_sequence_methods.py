@@ -228,17 +228,39 @@ def test_traffic_is_that_of_the_formulas() -> None:
 
     expected = {
         "ring": (0, 6 * (n - 1) * b),
-        "gather": (0, 6 * (n - 1) * b),
         "ulysses": (4 * (times + g) * (n - 1) * b // n, 0),
         "mix": (4 * (1 + g) * (u - 1) * b // u, 6 * (n // u - 1) * b),
     }
     facts = AttentionFacts(*case.heads, 1.0, 0.0, True, None)
     for method, (swapped, round_) in expected.items():
         assert threads.run(n, sent, method) == [{"heads": swapped, "ring": round_}] * n
-        if method != "gather":
-            u = ulysses_of(cast("Method", method), n)
-            assert times_sent(*case.heads, u, n // u, n)[1] * b == swapped + round_
+        u = ulysses_of(cast("Method", method), n)
+        assert times_sent(*case.heads, u, n // u, n)[1] * b == swapped + round_
     assert choose(ContextSection(), facts, n, 1).method == "ring"
+
+
+def test_gather_sends_the_keys_of_documents_that_reach_a_rank() -> None:
+    """Of 4 x 12 tokens, documents of 20 and 28: 12 keys of the first rank reach the second, 4 of the second
+    the third and the fourth, and 12 of the third the fourth; forward and backward, and their gradients come
+    back."""
+    n, each = 4, 2 * 2 * 3 * 2  # samples, key heads, width; keys and values
+    for case, keys in (
+        (replace(PLAIN, ranks=n, lengths=((20, 28), (20, 28))), [(12, 0), (8, 12), (12, 4), (0, 16)]),
+        (replace(PLAIN, ranks=n, rule=Rule(0.4, window=3)), [(2, 0), (2, 2), (2, 2), (0, 2)]),
+    ):
+
+        def sent(rank: int, size: int, case: Case = case) -> int:
+            mesh = Mesh.open({name: size if name == "cp" else 1 for name in AXES})
+            across = across_of(mesh, case, "gather")
+            inputs: list[Any] = [
+                parts_of(case, "gather").mine(x.transpose(1, 2), rank).transpose(1, 2).requires_grad_()
+                for x in case.tensors()[:3]
+                if x is not None
+            ]
+            attention(*inputs, None, across).sum().backward()
+            return sum(count.bytes for count in across.axis.counts.values()) // 8
+
+        assert threads.run(n, sent) == [(2 * out + back) * each for out, back in keys]
 
 
 def chosen(heads: int, shared: int, cp: int, local: int) -> Choice:

@@ -3,11 +3,13 @@ numbers.
 
 `ring`: blocks of keys and values go round, one step at a time; while one is computed with, the next is under
 way. In the backward each block's gradient begins at the next rank and ends at home. `gather`: every rank has
-the keys and values of all for a while. `ulysses`: each rank gets all tokens of some of the heads. `mix`:
-neighbours do so with their own tokens, and over groups of them keys and values of these heads go round.
+all keys and values that its queries may see for a while. `ulysses`: each rank gets all tokens of some of the
+heads. `mix`: neighbours do so with their own tokens, and over groups of them keys and values of these heads
+go round.
 
 Communication, per rank, with b the elements of its keys (and of its values): `ring` 2(n-1) b forward and
-4(n-1) b backward; `gather` the same, in one collective each way; `ulysses` 2(t+g)(n-1)/n b each way, for g
+4(n-1) b backward; `gather` as much at most, in one collective each way: keys and values that another rank's
+queries may see, and the gradients of those that its own may see; `ulysses` 2(t+g)(n-1)/n b each way, for g
 heads of queries for one of keys, which are repeated t times; `mix` that of ulysses among its neighbours, and
 t times that of a ring of groups. A recomputation sends nothing (`kept`). All ranks must call the same
 operations in the same order."""
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -27,7 +30,7 @@ from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.sequence.block import Incoming, Merged, attend, differentiate
 from polyreme.sequence.kept import once
-from polyreme.sequence.visible import Rule, Tokens
+from polyreme.sequence.visible import Rule, Tokens, reached
 
 Method = Literal["ring", "ulysses", "gather", "mix"]
 """mix: ulysses among neighbours, and a ring over groups of them."""
@@ -49,6 +52,21 @@ class Across:
     def mine(self) -> Tokens:
         """The tokens of this rank's place on the axis."""
         return self.tokens[self.axis.rank]
+
+    @cached_property
+    def needed(self) -> list[Tensor]:
+        """Of each rank's tokens, which this rank's queries may see."""
+        return [reached(self.mine, each, self.rule) for each in self.tokens]
+
+    @cached_property
+    def wanted(self) -> list[Tensor]:
+        """For each rank, which of this rank's tokens its queries may see."""
+        return [reached(each, self.mine, self.rule) for each in self.tokens]
+
+    @cached_property
+    def reached(self) -> list[Tokens]:
+        """The tokens that are `needed`."""
+        return [each.at(place) for each, place in zip(self.tokens, self.needed, strict=True)]
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across) -> Tensor:
@@ -91,6 +109,12 @@ class _Pack:
 
     key: torch.Size
     value: torch.Size
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor, at: Tensor) -> _Pack:
+        """Return the shapes of these tokens' keys and values."""
+        shapes = [torch.Size((*each.shape[:2], len(at), each.shape[3])) for each in (key, value)]
+        return cls(*shapes)
 
     def join(self, key: Tensor, value: Tensor) -> Tensor:
         return torch.cat([key.reshape(-1), value.reshape(-1)])
@@ -195,7 +219,7 @@ class _Ring(Function):
 
 
 def _gather(merged: Merged, query: Tensor, key: Tensor, value: Tensor, across: Across) -> None:
-    for (keys, values), tokens in zip(_gathered(key, value, across), across.tokens, strict=True):
+    for keys, values, tokens in _gathered(key, value, across):
         attend(merged, query, keys, values, across.mine, tokens, across.rule)
 
 
@@ -211,22 +235,41 @@ class _Gather(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         across: Across = ctx.across
         incoming, key, value, of_sinks = _begin(ctx, grad)
-        pack = _Pack(key.shape, value.shape)
         found = [
-            pack.join(*differentiate(incoming, *block, across.mine, tokens, across.rule))
-            for block, tokens in zip(_gathered(key, value, across), across.tokens, strict=True)
+            _Pack(keys.shape, values.shape).join(
+                *differentiate(incoming, keys, values, across.mine, tokens, across.rule)
+            )
+            for keys, values, tokens in _gathered(key, value, across)
         ]
-        total = torch.empty_like(found[0])
-        across.axis.reduce_scatter(total, torch.cat(found), of=" of gradients of keys and values").settle()
-        return _ended(incoming, key, pack.split(total), of_sinks)
+        packs = [_Pack.of(key, value, at) for at in across.wanted]
+        parts = _exchanged(across.axis, found, packs, " of gradients of keys and values")
+        totals = tuple(torch.zeros_like(each, dtype=found[0].dtype) for each in (key, value))
+        for at, part in zip(across.wanted, parts, strict=True):
+            for total, each in zip(totals, part, strict=True):
+                total.index_add_(2, at.to(key.device), each)
+        return _ended(incoming, key, (totals[0], totals[1]), of_sinks)
 
 
-def _gathered(key: Tensor, value: Tensor, across: Across) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values of all ranks."""
-    if across.axis.size == 1:
-        return [(key, value)]
-    pack = _Pack(key.shape, value.shape)
-    return [pack.split(each) for each in across.axis.gathered(pack.join(key, value)).chunk(across.axis.size)]
+def _gathered(key: Tensor, value: Tensor, across: Across) -> list[tuple[Tensor, Tensor, Tokens]]:
+    """Return the keys and values of each rank that this rank's queries may see."""
+    sent = [
+        torch.cat([each.index_select(2, at.to(each.device)).reshape(-1) for each in (key, value)])
+        for at in across.wanted
+    ]
+    packs = [_Pack.of(key, value, at) for at in across.needed]
+    parts = _exchanged(across.axis, sent, packs, " of keys and values")
+    return [(*part, tokens) for part, tokens in zip(parts, across.reached, strict=True)]
+
+
+def _exchanged(
+    axis: Axis, sent: Sequence[Tensor], packs: Sequence[_Pack], of: str
+) -> list[tuple[Tensor, Tensor]]:
+    """Give each rank its part of keys and values, and return those of all for this one."""
+    sizes = [pack.key.numel() + pack.value.numel() for pack in packs]
+    flat = torch.cat([*sent])
+    received = flat.new_empty(sum(sizes))
+    axis.all_to_all(received, flat, sizes, [each.numel() for each in sent], of).settle()
+    return [pack.split(part) for pack, part in zip(packs, received.split(sizes), strict=True)]
 
 
 # ---- all tokens of some heads
