@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -213,6 +214,8 @@ def train(rank: int, world: int, family: str, kind: str, config: dict[str, Any])
             records.append((result.loss, result.grad_norm))
             batch = batch_of(kind, step)
             assert result.samples == 4
+            divided = result.context
+            assert divided is not None and divided.load >= 1
             assert result.tokens == int(
                 batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()
             )
@@ -245,6 +248,12 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one micro-batch": ({}, {"batch": {"size": 4, "micro": 4}}),
 }
 
+
+def way(method: Method, cp: int) -> str | dict[str, int]:
+    """The value of `context.method`."""
+    return {"ulysses": 2, "ring": cp // 2} if method == "mix" else method
+
+
 Case = tuple[int, Method, Balance | str, str, int, str]
 
 
@@ -257,6 +266,7 @@ def cases(size: int) -> list[Case]:
         )
         if case[1] != "ulysses" or (case[2] == "auto" and (case[0] == 2 or "tp" not in case[5]))
         if case[0] == 2 or case[5] != "sequence parallel"
+        if case[0] == 4 or case[1] != "mix"
     ]
     return cover(every, lambda case: together(dict(zip("abcdef", case, strict=True)), size))
 
@@ -265,7 +275,7 @@ def cases(size: int) -> list[Case]:
 def test_a_divided_run_is_a_plain_one(case: Case) -> None:
     cp, method, balance, kind, stage, other = case
     mesh, sections = OTHERS[other]
-    context = {"method": method, "balance": balance}
+    context = {"method": way(method, cp), "balance": balance}
     check("llama", kind, settings({"cp": cp, **mesh}, context=context, zero={"stage": stage}, **sections))
 
 
@@ -278,8 +288,42 @@ def test_a_divided_run_is_a_plain_one(case: Case) -> None:
     ],
 )
 def test_each_family(family: str, method: Method) -> None:
+    cp = 4 if method == "mix" else 2
     for kind in ("packed", "padded"):
-        check(family, kind, settings({"cp": 2}, context={"method": method}))
+        check(family, kind, settings({"cp": cp}, context={"method": way(method, cp)}))
+
+
+@pytest.mark.parametrize(
+    ("balance", "other"),
+    [
+        ("documents", ""),
+        *(
+            pytest.param(balance, other, marks=whole)
+            for balance, other in zip(("auto", *get_args(Balance)), OTHERS, strict=False)
+        ),
+    ],
+)
+def test_heads_are_swapped_among_neighbours_and_keys_go_round_between_them(
+    balance: Balance, other: str
+) -> None:
+    mesh, sections = OTHERS[other]
+    context = {"method": {"ulysses": 2, "ring": 2}, "balance": balance}
+    check("llama", "packed", settings({"cp": 4, **mesh}, context=context, **sections))
+
+
+def over_hosts(rank: int, world: int) -> tuple[str, list[str]]:
+    config = {"mesh": {"cp": world}, "batch": {"size": 4, "micro": 2}}
+    with polyreme.initialize(tiny("qwen3", head_dim=8)(), config) as engine:
+        result = engine.train_step(batch_of("packed", 0))
+        assert result.context is not None
+        return result.context.method, [name for name in engine.traffic() if name.startswith("cp")]
+
+
+def test_over_hosts_heads_are_swapped_inside_of_each() -> None:
+    with patch("socket.gethostname", lambda: f"host {threads.HERE.rank // 2}"):
+        found = threads.run(4, over_hosts)
+    assert found == [("2 ulysses x 2 ring", ["cp", "cp_ulysses", "cp_ring"])] * 4  # cp: ZeRO's
+    assert threads.run(4, over_hosts)[0] == ("ulysses", ["cp"])
 
 
 def test_documents_of_a_rank_by_itself_where_transformers_does_not_separate_them() -> None:
@@ -386,6 +430,8 @@ def tiny(kind: str, **values: Any) -> Callable[[], Any]:
         (tiny("gpt2", n_layer=2, attn_pdrop=0.1), {}, "attn_pdrop = 0.1"),
         (tiny("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24),
          {"context": {"method": "ulysses"}}, 'context.method = "ring"'),
+        (tiny("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24),
+         {"context": {"method": {"ulysses": 2}}}, "2 does not divide the 3 of a rank"),
         (tiny("qwen3_moe", **EXPERTS, output_router_logits=True), {}, "output_router_logits = False"),
     ],
 )  # fmt: skip

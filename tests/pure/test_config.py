@@ -520,6 +520,12 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
         "context.balance",
         'context.method = "ring"',
     ),
+    (
+        {"mesh": {"cp": 2}, "context": {"method": {"ulysses": 2, "ring": 2}}},
+        "context.method",
+        "write mesh.cp = 4, or numbers whose product is 2",
+    ),
+    ({"context": {"method": {"ulysses": 2}}}, "context.method", "mesh.cp = 2"),
     ({"mesh": {"ep": 2}}, "mesh.ep", "mesh.ep = 1"),
     ({"mesh": {"sequence_parallel": True}}, "mesh.sequence_parallel", "= false"),
     (

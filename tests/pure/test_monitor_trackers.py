@@ -61,6 +61,8 @@ def test_scalars_leave_out_what_was_not_measured() -> None:
     assert set(scalars(record(3, validation_loss=1.0, bits_per_byte=0.5, mfu=0.3, loss_scale=2.0))) - set(
         values
     ) == {"validation/loss", "validation/bits_per_byte", "speed/mfu", "train/loss_scale"}
+    divided = {"method": "ring", "balance": "zigzag", "load": 1.5}
+    assert scalars(record(3, context=divided)) == values | {"context/load": 1.5}
 
 
 def test_tensorboard_reads_it_back(tmp_path: Path) -> None:

@@ -137,6 +137,18 @@ def test_a_run_on_whole_documents(tmp_path: Path) -> None:
     assert summary["validation_loss"] == pytest.approx(found, rel=1e-5)
 
 
+def test_a_run_over_context_parallel_ranks_says_how_sequences_were_divided(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    changes = {"mesh.cp": 2, "train.length": 2, "train.validate_every": "none", "train.sample": "The"}
+    train(tmp_path, "tiny.toml", "-n", "2", *sets(changes))
+    for step in log(tmp_path / "run"):
+        assert (step["context"]["method"], step["context"]["balance"]) == ("ring", "zigzag")
+        assert step["context"]["load"] == pytest.approx(1, abs=0.05)
+    messages = [each["text"] for each in log(tmp_path / "run", "message")]
+    assert any(text.startswith("no sample before training") for text in messages)
+
+
 @pytest.fixture(scope="module")
 def fp32(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run in fp32 on one rank at stage 2."""

@@ -20,12 +20,13 @@ RANKS = 4
 
 
 def seen(engine: Engine) -> list[Any]:
-    before = engine.traffic().get("cp", {})
+    before = engine.traffic()
     result = engine.train_step(models.tokens(4, 13))
-    sent = {
-        name: [now - then for now, then in zip(count, before.get(name, (0, 0)), strict=True)]
-        for name, count in engine.traffic()["cp"].items()
-    }
+    sent = {}
+    for axis, counts in engine.traffic().items():
+        for name, count in counts.items() if axis.startswith("cp") else ():
+            then = before.get(axis, {}).get(name, (0, 0))
+            sent[axis, name] = [now - earlier for now, earlier in zip(count, then, strict=True)]
     return [sent, engine.memory(), result.tokens, result.samples]
 
 
@@ -41,7 +42,7 @@ def test_a_simulated_rank_does_what_a_real_one_does(method: Method, activations:
     config = {
         "batch": {"size": 4, "micro": 2},
         "zero": {"stage": 3, "min_bucket": 0},
-        "context": {"method": method},
+        "context": {"method": {"ulysses": 2, "ring": 2} if method == "mix" else method},
         "memory": {"activations": activations},
         "mesh": {"cp": RANKS},
     }

@@ -181,7 +181,7 @@ def render_axes(config: Config, world_size: int) -> Group:
         table.add_row(name, str(len(members[0])), some(shown, "  |  "))
     parts: list[RenderableType] = [table]
     if choice := context_choice(config):
-        parts.append(f"attention over cp: {choice.method}: {choice.reason}")
+        parts.append(f"attention over cp: {choice}: {choice.reason}")
     stages = stage_summaries(config)
     if stages:
         return Group(*parts, _stage_table(stages, config.pipeline.blocks == "time"))

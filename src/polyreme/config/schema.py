@@ -272,11 +272,14 @@ class MeshSection(Section):
 class ContextSection(Section):
     """How sequences are divided over context-parallel ranks, and how their attention is computed."""
 
-    method: Literal["auto", "ring", "ulysses", "gather"] = Field(
+    method: Literal["auto", "ring", "ulysses", "gather"] | dict[Literal["ulysses", "ring"], Count] = Field(
         default="auto",
         description="ring: keys and values go round, a block at a time (arXiv:2310.01889); ulysses: each "
-        "rank has all tokens of some heads meanwhile (arXiv:2309.14509); gather: keys and values of all are "
-        "gathered; auto: ulysses where the ranks divide the heads and it sends less, else ring.",
+        "rank has all tokens of some heads meanwhile (arXiv:2309.14509); gather: those keys and values of "
+        "all that its queries may see; {ulysses = 4, ring = 2}: ulysses among each 4 neighbours, and a ring "
+        "over 2 such groups; "
+        "auto: what sends the least between hosts, and then in all: ring, ulysses where the ranks divide the "
+        "heads, or ulysses inside of hosts and a ring across.",
     )
     balance: Literal["auto", "contiguous", "zigzag", "documents", "blocks"] = Field(
         default="auto",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from polyreme.config.describe import default, toml
@@ -205,6 +205,9 @@ def _context(keys: Keys) -> Iterator[Conflict]:
         if keys.pipeline.schedule in ("1f1b-w", "zb-h1", "zb-v") and keys.mesh.pp > 1:
             reason = "gradients of weights are put off, and what is computed again would be kept for them"
             yield f"context.{name}", reason, f'write context.{name} = "none", or pipeline.schedule = "1f1b"'
+    if isinstance(context.method, Mapping) and (product := math.prod(context.method.values())) != cp:
+        reason = f"its numbers make {product} ranks, and mesh.cp is {cp}"
+        yield "context.method", reason, f"write mesh.cp = {product}, or numbers whose product is {cp}"
     if cp == 1:
         return
     if keys.compile:

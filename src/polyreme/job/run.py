@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from signal import Signals
@@ -333,6 +333,7 @@ class _TrainingLoop:
                 bits_per_byte=_bits(validation, self._history),
                 flops_per_second=self._rate.flops_per_token * own if self._rate else None,
                 mfu=mfu(self._rate.flops_per_token, own, self._rate.peak) if self._rate else None,
+                context=asdict(result.context) if result.context else None,
                 memory_bytes=self._memory,
                 traffic=engine.traffic(),
             )

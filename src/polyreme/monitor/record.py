@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,8 @@ class Record:
     bits_per_byte: float | None = None  # bits per byte of the validation text, so that tokenizers compare
     flops_per_second: float | None = None  # model FLOPs
     mfu: float | None = None  # fraction of 1
+    # how sequences were divided over mesh.cp: method, balance, load (of the fullest rank, over the mean)
+    context: Mapping[str, object] | None = None
     # Bytes by category: parameters, gradients, states, activations, buffers; and the most that was ever in
     # use, "peak_rss" of the process or "peak_device" of the accelerator.
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -94,6 +96,8 @@ def scalars(record: Record) -> dict[str, float]:
         "speed/flops_per_second": record.flops_per_second,
         "speed/mfu": record.mfu,
     }
+    if record.context is not None:
+        values["context/load"] = cast("float", record.context["load"])
     values |= {f"memory/{category}": size for category, size in record.memory_bytes.items()}
     for axis, operations in record.traffic.items():
         for operation, (calls, size) in operations.items():

@@ -4,8 +4,9 @@ Communication: none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -13,31 +14,69 @@ from torch import nn
 from polyreme.config.schema import ContextSection
 from polyreme.errors import ConfigError, Problem
 from polyreme.models.attention import AttentionFacts, Obstacle, facts_of, obstacles
-from polyreme.sequence.methods import Method
+from polyreme.sequence.methods import Method, repeats
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The way that attention is computed, and why it was chosen."""
+    """The way that attention is computed, and why it was chosen. ulysses: neighbours that swap heads. ring:
+    groups of them over which keys and values meet queries."""
 
     method: Method
     reason: str
+    ulysses: int
+    ring: int
+
+    def __str__(self) -> str:
+        return f"{self.ulysses} ulysses x {self.ring} ring" if self.method == "mix" else self.method
 
 
-def choose(section: ContextSection, facts: AttentionFacts, cp: int, tp: int) -> Choice:
-    """Return the way for a model whose heads `tp` ranks divide first."""
+def neighbours(host_of: Sequence[str], lines: Sequence[Sequence[int]]) -> int:
+    """Return how many ranks of each of these lines are on one host, one after the other; all where that
+    differs."""
+    sizes = {len([*ranks]) for line in lines for _, ranks in groupby(host_of[rank] for rank in line)}
+    return sizes.pop() if len(sizes) == 1 else len(lines[0])
+
+
+def choose(
+    section: ContextSection, facts: AttentionFacts, cp: int, tp: int, local: int | None = None
+) -> Choice:
+    """Return the way for a model whose heads `tp` ranks divide first. local: neighbours that are on one host;
+    by default all."""
     if cp == 1 and section.method == "auto":
-        return Choice("ring", "each rank has whole sequences, and keeps their documents apart")
-    heads, shared = facts.heads // tp, max(1, facts.key_heads // tp)
-    if section.method != "auto":
-        return Choice(section.method, "context.method says so")
-    grouped = heads / (shared if shared % cp == 0 else cp if cp % shared == 0 else heads)
-    ring, ulysses = 6 * (cp - 1), 4 * (1 + grouped) * (cp - 1) / cp * (heads / grouped / shared)
-    if heads % cp:
-        return Choice("ring", f"{cp} ranks do not divide the {heads} heads of a rank, as ulysses needs")
-    less, more = sorted([("ring", ring), ("ulysses", ulysses)], key=lambda each: each[1])
-    reason = f"it sends {less[1]:.3g} times a rank's keys in a step, and {more[0]} {more[1]:.3g} times"
-    return Choice("ulysses" if less[0] == "ulysses" else "ring", reason)
+        return Choice("ring", "each rank has whole sequences, and keeps their documents apart", 1, 1)
+    method, heads, shared = section.method, facts.heads // tp, max(1, facts.key_heads // tp)
+    if isinstance(method, Mapping):
+        return Choice("mix", "context.method says so", method.get("ulysses", 1), method.get("ring", 1))
+    if method != "auto":
+        ulysses = cp if method == "ulysses" else 1
+        return Choice(method, "context.method says so", ulysses, cp // ulysses)
+    local = local or cp
+    ways: dict[Method, int] = {"ring": 1, "ulysses": cp, "mix": local}
+    sent = {
+        name: times_sent(heads, shared, ulysses, cp // ulysses, local)
+        for name, ulysses in ways.items()
+        if heads % ulysses == 0 and (name != "mix" or 1 < local < cp)
+    }
+    best, *others = sorted(sent, key=lambda name: sent[name])
+    if not others:
+        reason = f"{cp} ranks do not divide the {heads} heads of a rank, as ulysses needs"
+        return Choice("ring", reason, 1, cp)
+    where = " between hosts" if local < cp else ""
+    counts = {name: between if where else total for name, (between, total) in sent.items()}
+    more = " and ".join(f"{name} {counts[name]:.3g} times" for name in others)
+    reason = f"it sends {counts[best]:.3g} times a rank's keys{where} in a step, and {more}"
+    return Choice(best, reason, ways[best], cp // ways[best])
+
+
+def times_sent(heads: int, shared: int, ulysses: int, ring: int, local: int) -> tuple[float, float]:
+    """Return how often a rank sends as many elements as its keys have, forward and backward: to other hosts,
+    as a mean over the ranks of a host, and in all."""
+    times, cp = repeats(heads, shared, ulysses), ulysses * ring
+    swapped, round_ = 4 * (heads / shared + times) / ulysses, 6 * (ring - 1) * times
+    leaving = min(ulysses, local) / local  # of the ranks of a host, those whose next in the ring is elsewhere
+    between = swapped * max(0, ulysses - local) + round_ * leaving * (cp > local)
+    return between, swapped * (ulysses - 1) + round_
 
 
 def refuse(model: nn.Module, section: ContextSection, cp: int, tp: int, own_loss: bool) -> None:
@@ -51,12 +90,11 @@ def refuse(model: nn.Module, section: ContextSection, cp: int, tp: int, own_loss
     key, value, off = asked
     found = [Problem(key, value, each.reason, each.fix) for each in _against(model, own_loss, off)]
     if not found:
-        heads = facts_of(model).heads // tp
-        if section.method == "ulysses" and heads % cp:
-            reason = f"it gives each of {cp} ranks some heads, and {cp} does not divide the {heads} of a rank"
-            found.append(
-                Problem("context.method", "ulysses", reason, 'write context.method = "ring" or "auto"')
-            )
+        heads, method = facts_of(model).heads // tp, section.method
+        each = method.get("ulysses", 1) if isinstance(method, Mapping) else cp if method == "ulysses" else 1
+        if heads % each:
+            reason = f"{each} ranks get some heads each, and {each} does not divide the {heads} of a rank"
+            found.append(Problem("context.method", method, reason, 'write context.method = "ring" or "auto"'))
     if found:
         raise ConfigError(found)
 

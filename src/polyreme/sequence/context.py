@@ -8,7 +8,7 @@ Communication: that of `methods` in each attention, and of `mixers` in each mixe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.config.schema import ContextSection
-from polyreme.distributed.mesh import Mesh
+from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import ModelError, named
 from polyreme.models.attention import (
     Temperature,
@@ -38,9 +38,9 @@ from polyreme.models.huggingface import register_masks, shifts_labels
 from polyreme.models.patches import Patches
 from polyreme.sequence import documents as documents_of
 from polyreme.sequence.batches import part_of, shifted, tokens_of, whole_of
-from polyreme.sequence.choice import Choice, choose, refuse
+from polyreme.sequence.choice import Choice, choose, neighbours, refuse
 from polyreme.sequence.documents import DROPPED
-from polyreme.sequence.layout import Layout
+from polyreme.sequence.layout import Layout, Sharing
 from polyreme.sequence.methods import attention
 from polyreme.sequence.parts import Work
 from polyreme.sequence.visible import Mask, Rule
@@ -56,6 +56,17 @@ CACHES = ("cache", "past_key_values", "cache_params")
 _owners: WeakKeyDictionary[nn.Module, ContextParallel] = WeakKeyDictionary()
 _owners_of_configs: dict[int, ContextParallel] = {}
 """Of configs of models of texts behind others, which cannot be hashed, by their ids."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the sequences of a step were divided. method: how attention was computed (`context.method`).
+    balance: which tokens ranks had, by micro-batch where these differ. load: what the fullest rank computed,
+    over the mean, counted in operations."""
+
+    method: str
+    balance: str
+    load: float
 
 
 class ContextParallel:
@@ -76,10 +87,16 @@ class ContextParallel:
     ) -> None:
         """split: ranks that divide the sequences once more outside of attention. patches: undo what is done
         to the model. Raises ConfigError with all that stands against the division of this model."""
-        self._axis, self._split, self._section, self._patches = mesh.cp, split, section, patches
+        self._patches = patches
         refuse(model, section, mesh.cp.size, mesh.tp.size, own_loss)
-        facts = facts_of(model)
-        self.choice = choose(section, facts, mesh.cp.size, mesh.tp.size)
+        facts, local = facts_of(model), neighbours(mesh.host_of, mesh.lines("cp"))
+        self.choice = choice = choose(section, facts, mesh.cp.size, mesh.tp.size, local)
+        heads, ring = Axis("cp"), mesh.cp
+        if choice.ring == 1:
+            heads, ring = ring, heads
+        elif choice.ulysses > 1:
+            heads, ring = mesh.split("cp", choice.ulysses, ("cp_ulysses", "cp_ring"))
+        self._sharing = Sharing(mesh.cp, ring, heads, choice.method == "gather", split, section.balance)
         self._shifts, self._text, self._first = shifts_labels(model), text_model(model), first_position(model)
         self._filler, self._takes_positions = filler(model), takes(model, "position_ids")
         self._work = Work(facts.pair, facts.token, facts.causal, facts.window)
@@ -141,9 +158,7 @@ class ContextParallel:
         samples, length = main.shape[:2]
         found = documents_of.find(batch, samples, length, self._first)
         values = shifted(batch, found, self._shifts)
-        layout = self._layouts[microbatch] = Layout.of(
-            found, self._axis, self._split, self._section, self.choice.method, self._work
-        )
+        layout = self._layouts[microbatch] = Layout.of(found, self._sharing, self._work)
         if self._text is None:
             if found.plain and self._takes_positions:
                 values["position_ids"] = found.positions.to(main.device)
@@ -159,6 +174,14 @@ class ContextParallel:
             for name, value in values.items()
             if name not in DROPPED or name == "attention_mask"
         }
+
+    def division(self, microbatches: int) -> Division:
+        """Return how so many micro-batches were divided, which were cut last."""
+        parts = [self._layouts[each].parts for each in range(microbatches)]
+        mean = sum(each.mean for each in parts)
+        load = sum(each.most for each in parts) / mean if mean else 1.0
+        names = dict.fromkeys(each.balance for each in parts)
+        return Division(str(self.choice), ", ".join(names), load)
 
     # ---- what gets more than a part, or tells where it lies
 
@@ -254,7 +277,9 @@ class ContextParallel:
         if (temperature := self._temperatures.get(module)) is not None:
             query = temperature(query, layout.part(layout.place))
         sinks = options.get("s_aux")
-        return attention(self.choice.method, query, key, value, sinks, across).transpose(1, 2).contiguous()
+        output = attention(query, key, value, sinks, across)
+        # a copy, which a model may change: the output is kept for the backward
+        return output.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
     def check(self) -> None:
         """Refuse blocks of which no attention was called in the first forwards. Call once each block was

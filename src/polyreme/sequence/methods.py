@@ -1,18 +1,23 @@
-"""Attention over a sequence whose tokens are divided over the ranks of an axis, in three ways that give the
-same numbers.
+"""Attention over a sequence whose tokens are divided over the ranks of an axis, in ways that give the same
+numbers.
 
 `ring`: blocks of keys and values go round, one step at a time; while one is computed with, the next is under
 way. In the backward each block's gradient begins at the next rank and ends at home. `gather`: every rank has
-the keys and values of all for a while. `ulysses`: each rank gets all tokens of some of the heads.
+all keys and values that its queries may see for a while. `ulysses`: each rank gets all tokens of some of the
+heads. `mix`: neighbours do so with their own tokens, and over groups of them keys and values of these heads
+go round.
 
 Communication, per rank, with b the elements of its keys (and of its values): `ring` 2(n-1) b forward and
-4(n-1) b backward; `gather` the same, in one collective each way; `ulysses` 2(1+g)(n-1)/n b each way, for g
-heads of queries for one of keys. All ranks must call the same operations in the same order."""
+4(n-1) b backward; `gather` as much at most, in one collective each way: keys and values that another rank's
+queries may see, and the gradients of those that its own may see; `ulysses` 2(t+g)(n-1)/n b each way, for g
+heads of queries for one of keys, which are repeated t times; `mix` that of ulysses among its neighbours, and
+t times that of a ring of groups. A recomputation sends nothing (`kept`). All ranks must call the same
+operations in the same order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -24,47 +29,75 @@ from torch.autograd.function import once_differentiable
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.sequence.block import Incoming, Merged, attend, differentiate
-from polyreme.sequence.visible import Rule, Tokens
+from polyreme.sequence.kept import once
+from polyreme.sequence.visible import Rule, Tokens, reached
 
-Method = Literal["ring", "ulysses", "gather"]
+Method = Literal["ring", "ulysses", "gather", "mix"]
+"""mix: ulysses among neighbours, and a ring over groups of them."""
 
 
 @dataclass(frozen=True)
 class Across:
-    """The ranks that share a sequence, the tokens of each, and the rule."""
+    """The ranks that share a sequence, and the rule. axis: over it keys and values meet queries; tokens: of
+    each rank of it. heads: ranks that together have the tokens of one place on `axis`, and each some heads
+    meanwhile. gathers: keys and values of `axis` are gathered."""
 
     axis: Axis
     tokens: Sequence[Tokens]
     rule: Rule
+    heads: Axis = field(default_factory=lambda: Axis("cp"))
+    gathers: bool = False
 
     @property
     def mine(self) -> Tokens:
-        """This rank's tokens."""
+        """The tokens of this rank's place on the axis."""
         return self.tokens[self.axis.rank]
 
     @cached_property
-    def whole(self) -> Across:
-        """All tokens, on one rank."""
-        place = torch.cat([each.place for each in self.tokens], 1)
-        document = torch.cat([each.document for each in self.tokens], 1)
-        key = torch.cat([each.key for each in self.tokens], 1)
-        everyone = Tokens(place, document, key, self.mine.tile)
-        return Across(Axis(self.axis.name), [everyone], self.rule)
+    def needed(self) -> list[Tensor]:
+        """Of each rank's tokens, which this rank's queries may see."""
+        return [reached(self.mine, each, self.rule) for each in self.tokens]
+
+    @cached_property
+    def wanted(self) -> list[Tensor]:
+        """For each rank, which of this rank's tokens its queries may see."""
+        return [reached(each, self.mine, self.rule) for each in self.tokens]
+
+    @cached_property
+    def reached(self) -> list[Tokens]:
+        """The tokens that are `needed`."""
+        return [each.at(place) for each, place in zip(self.tokens, self.needed, strict=True)]
 
 
-def attention(
-    method: Method, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across) -> Tensor:
     """Return the attention of this rank's queries over the keys of all ranks, (samples, heads, tokens, width)
     as the queries are. sinks: a score for each head that takes a share of the attention."""
     on, dtype = query.device.type, query.dtype
     if torch.amp.is_autocast_available(on) and torch.is_autocast_enabled(on):
         dtype = torch.get_autocast_dtype(on)
     query, key, value = (each.to(dtype) for each in (query, key, value))
-    if method == "ulysses" and across.axis.size > 1:
-        return _ulysses(query, key, value, sinks, across)
-    kind = _Gather if method == "gather" else _Ring
-    return kind.apply(query, key, value, sinks, across)
+    kind, axis = _Gather if across.gathers else _Ring, across.heads
+    if axis.size == 1:
+        return kind.apply(query, key, value, sinks, across)
+    heads, times = query.shape[1], repeats(query.shape[1], key.shape[1], axis.size)
+    if times > 1:
+        key, value = (each.repeat_interleave(times, 1) for each in (key, value))
+    query, key, value = (_Swap.apply(each, axis, True) for each in (query, key, value))
+    if sinks is not None:
+        each = heads // axis.size
+        sinks = sinks[axis.rank * each : (axis.rank + 1) * each]
+    return _Swap.apply(kind.apply(query, key, value, sinks, across), axis, False)
+
+
+def repeats(heads: int, shared: int, ranks: int) -> int:
+    """Return how often key heads are repeated, so that each rank has those of its heads."""
+    if shared % ranks == 0:
+        return 1
+    return ranks // shared if ranks % shared == 0 else heads // shared
+
+
+Attend = Callable[[Merged, Tensor, Tensor, Tensor, Across], None]
+"""Merges the attention of queries over the keys and values of all ranks."""
 
 
 # ---- keys and values together, flat, so that one exchange has both
@@ -76,6 +109,12 @@ class _Pack:
 
     key: torch.Size
     value: torch.Size
+
+    @classmethod
+    def of(cls, key: Tensor, value: Tensor, at: Tensor) -> _Pack:
+        """Return the shapes of these tokens' keys and values."""
+        shapes = [torch.Size((*each.shape[:2], len(at), each.shape[3])) for each in (key, value)]
+        return cls(*shapes)
 
     def join(self, key: Tensor, value: Tensor) -> Tensor:
         return torch.cat([key.reshape(-1), value.reshape(-1)])
@@ -93,15 +132,20 @@ def _round(axis: Axis, sent: Tensor, received: Tensor, of: str) -> Work:
     return axis.all_to_all(received, sent, into, out, of)
 
 
-def _keep(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], merged: Merged, across: Across
-) -> Tensor:
-    """Return the output over all blocks, and keep what the backward needs."""
-    query, key, value, sinks = inputs
-    if sinks is not None:
-        merged.add_sinks(sinks)
-    output = merged.output.to(query.dtype)
-    ctx.save_for_backward(query, key, value, sinks, output, merged.lse)
+def _forward(ctx: Any, attend: Attend, sinks: Tensor | None, across: Across, *inputs: Tensor) -> Tensor:
+    """Return the output over all blocks of keys and values, which `attend` merges, and keep what the backward
+    needs."""
+    query, key, value = inputs
+
+    def run() -> tuple[Tensor, Tensor]:
+        merged = Merged.empty(query, value.shape[-1])
+        attend(merged, query, key, value, across)
+        if sinks is not None:
+            merged.add_sinks(sinks)
+        return merged.output.to(query.dtype), merged.lse
+
+    output, lse = run() if across.axis.size == 1 else once(run)
+    ctx.save_for_backward(query, key, value, sinks, output, lse)
     ctx.across = across
     return output
 
@@ -117,25 +161,27 @@ def _ended(incoming: Incoming, key: Tensor, grads: tuple[Tensor, Tensor], sinks:
     return incoming.query_grad.to(dtype), grads[0].to(dtype), grads[1].to(dtype), sinks, None
 
 
+def _ring(merged: Merged, query: Tensor, key: Tensor, value: Tensor, across: Across) -> None:
+    axis, pack, block = across.axis, _Pack(key.shape, value.shape), (key, value)
+    here = pack.join(key, value) if axis.size > 1 else key
+    for step in range(axis.size):
+        following, work = here, DONE
+        if step + 1 < axis.size:
+            following = torch.empty_like(here)
+            work = _round(axis, here, following, " of keys and values")
+        source = (axis.rank - step) % axis.size
+        attend(merged, query, *block, across.mine, across.tokens[source], across.rule)
+        work.settle()
+        if work is not DONE:
+            here, block = following, pack.split(following)
+
+
 class _Ring(Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across
     ) -> Tensor:
-        axis, merged = across.axis, Merged.empty(query, value.shape[-1])
-        pack, block = _Pack(key.shape, value.shape), (key, value)
-        here = pack.join(key, value) if axis.size > 1 else key
-        for step in range(axis.size):
-            following, work = here, DONE
-            if step + 1 < axis.size:
-                following = torch.empty_like(here)
-                work = _round(axis, here, following, " of keys and values")
-            source = (axis.rank - step) % axis.size
-            attend(merged, query, *block, across.mine, across.tokens[source], across.rule)
-            work.settle()
-            if work is not DONE:
-                here, block = following, pack.split(following)
-        return _keep(ctx, (query, key, value, sinks), merged, across)
+        return _forward(ctx, _ring, sinks, across, query, key, value)
 
     @staticmethod
     @once_differentiable
@@ -172,37 +218,58 @@ class _Ring(Function):
         return _ended(incoming, key, pack.split(total), of_sinks)
 
 
+def _gather(merged: Merged, query: Tensor, key: Tensor, value: Tensor, across: Across) -> None:
+    for keys, values, tokens in _gathered(key, value, across):
+        attend(merged, query, keys, values, across.mine, tokens, across.rule)
+
+
 class _Gather(Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across
     ) -> Tensor:
-        merged = Merged.empty(query, value.shape[-1])
-        for (keys, values), tokens in zip(_gathered(key, value, across), across.tokens, strict=True):
-            attend(merged, query, keys, values, across.mine, tokens, across.rule)
-        return _keep(ctx, (query, key, value, sinks), merged, across)
+        return _forward(ctx, _gather, sinks, across, query, key, value)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         across: Across = ctx.across
         incoming, key, value, of_sinks = _begin(ctx, grad)
-        pack = _Pack(key.shape, value.shape)
         found = [
-            pack.join(*differentiate(incoming, *block, across.mine, tokens, across.rule))
-            for block, tokens in zip(_gathered(key, value, across), across.tokens, strict=True)
+            _Pack(keys.shape, values.shape).join(
+                *differentiate(incoming, keys, values, across.mine, tokens, across.rule)
+            )
+            for keys, values, tokens in _gathered(key, value, across)
         ]
-        total = torch.empty_like(found[0])
-        across.axis.reduce_scatter(total, torch.cat(found), of=" of gradients of keys and values").settle()
-        return _ended(incoming, key, pack.split(total), of_sinks)
+        packs = [_Pack.of(key, value, at) for at in across.wanted]
+        parts = _exchanged(across.axis, found, packs, " of gradients of keys and values")
+        totals = tuple(torch.zeros_like(each, dtype=found[0].dtype) for each in (key, value))
+        for at, part in zip(across.wanted, parts, strict=True):
+            for total, each in zip(totals, part, strict=True):
+                total.index_add_(2, at.to(key.device), each)
+        return _ended(incoming, key, (totals[0], totals[1]), of_sinks)
 
 
-def _gathered(key: Tensor, value: Tensor, across: Across) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values of all ranks."""
-    if across.axis.size == 1:
-        return [(key, value)]
-    pack = _Pack(key.shape, value.shape)
-    return [pack.split(each) for each in across.axis.gathered(pack.join(key, value)).chunk(across.axis.size)]
+def _gathered(key: Tensor, value: Tensor, across: Across) -> list[tuple[Tensor, Tensor, Tokens]]:
+    """Return the keys and values of each rank that this rank's queries may see."""
+    sent = [
+        torch.cat([each.index_select(2, at.to(each.device)).reshape(-1) for each in (key, value)])
+        for at in across.wanted
+    ]
+    packs = [_Pack.of(key, value, at) for at in across.needed]
+    parts = _exchanged(across.axis, sent, packs, " of keys and values")
+    return [(*part, tokens) for part, tokens in zip(parts, across.reached, strict=True)]
+
+
+def _exchanged(
+    axis: Axis, sent: Sequence[Tensor], packs: Sequence[_Pack], of: str
+) -> list[tuple[Tensor, Tensor]]:
+    """Give each rank its part of keys and values, and return those of all for this one."""
+    sizes = [pack.key.numel() + pack.value.numel() for pack in packs]
+    flat = torch.cat([*sent])
+    received = flat.new_empty(sum(sizes))
+    axis.all_to_all(received, flat, sizes, [each.numel() for each in sent], of).settle()
+    return [pack.split(part) for pack, part in zip(packs, received.split(sizes), strict=True)]
 
 
 # ---- all tokens of some heads
@@ -221,22 +288,9 @@ class _Swap(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, to_heads: bool) -> Tensor:
         ctx.axis, ctx.to_heads = axis, to_heads
-        return _swap(axis, tensor, to_heads)
+        return once(lambda: (_swap(axis, tensor, to_heads),))[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _swap(ctx.axis, grad, not ctx.to_heads), None, None
-
-
-def _ulysses(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, across: Across) -> Tensor:
-    axis, heads, shared = across.axis, query.shape[1], key.shape[1]
-    if shared % axis.size:
-        times = axis.size // shared if axis.size % shared == 0 else heads // shared
-        key, value = (each.repeat_interleave(times, 1) for each in (key, value))
-    mine = [_Swap.apply(each, axis, True) for each in (query, key, value)]
-    if sinks is not None:
-        each = heads // axis.size
-        sinks = sinks[axis.rank * each : (axis.rank + 1) * each]
-    output = _Ring.apply(*mine, sinks, across.whole)
-    return _Swap.apply(output, axis, False)

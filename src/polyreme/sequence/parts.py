@@ -50,12 +50,18 @@ class Work:
 @dataclass(frozen=True)
 class Parts:
     """The tokens of each rank: `order[s, r]` are the places, in sample s, of those of rank r. balance: how
-    they were chosen. load: what the rank with the most has to compute, over the mean."""
+    they were chosen. most, mean: what the rank with the most has to compute, and a rank on average."""
 
     order: Tensor
     balance: Balance
-    load: float
+    most: float
+    mean: float
     _inverse: list[Tensor] = field(default_factory=list)
+
+    @property
+    def load(self) -> float:
+        """What the rank with the most has to compute, over the mean."""
+        return self.most / self.mean if self.mean else 1.0
 
     @property
     def padded(self) -> int:
@@ -65,6 +71,11 @@ class Parts:
     def mine(self, whole: Tensor, rank: int) -> Tensor:
         """Return rank `rank`'s part of a tensor of (samples, padded tokens, ...)."""
         return whole[torch.arange(len(whole))[:, None], self.order[:, rank]]
+
+    def split(self, ranks: int) -> Parts:
+        """Return the parts of so many times as many ranks, of which each takes a stretch of one of these."""
+        order = self.order.unflatten(2, (ranks, -1)).flatten(1, 2)
+        return Parts(order, self.balance, self.most, self.mean)
 
     def joined(self, parts: Tensor) -> Tensor:
         """Return the whole of the ranks' parts, (samples, ranks, tokens of a rank, ...)."""
@@ -89,9 +100,9 @@ def cut(documents: Tensor, ranks: int, balance: Balance | Literal["auto"], work:
             [_orders(each, row, of, ranks) for row, of in zip(documents, weights, strict=True)]
         )
         by_rank = weights.gather(1, order.flatten(1)).view(order.shape).sum((0, 2))
-        load = float(by_rank.max() / by_rank.mean()) if by_rank.sum() else 1.0
-        if best is None or load < best.load - 1e-3:
-            best = Parts(order, each, load)
+        found = Parts(order, each, float(by_rank.max()), float(by_rank.mean()))
+        if best is None or found.load < best.load - 1e-3:
+            best = found
     assert best is not None
     return best
 

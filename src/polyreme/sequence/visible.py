@@ -69,6 +69,11 @@ class Tokens:
         length = self.place.shape[1]
         return [slice(at, min(at + self.tile, length)) for at in range(0, length, self.tile)]
 
+    def at(self, index: Tensor) -> Tokens:
+        """Return some of the tokens."""
+        place, document, key = (each[:, index] for each in (self.place, self.document, self.key))
+        return Tokens(place, document, key, self.tile)
+
     @cached_property
     def ranges(self) -> Sequence[Range]:
         """What each tile has."""
@@ -84,6 +89,25 @@ class Tokens:
         if device not in self._moved:
             self._moved[device] = (self.place.to(device), self.document.to(device), self.key.to(device))
         return self._moved[device]
+
+
+def reached(queries: Tokens, keys: Tokens, rule: Rule) -> Tensor:
+    """Return the indices of those keys that a query of some sample may see: of its document, and not beyond
+    what the first and the last of these queries see."""
+    shape = len(keys.key), int(max(queries.document.max(), keys.key.max())) + 1
+    last = torch.full(shape, -1).scatter_reduce(1, queries.document, queries.place, "amax")
+    first = torch.full(shape, 1 << 40).scatter_reduce(1, queries.document, queries.place, "amin")
+    place, of = keys.place, keys.key.clamp(min=0)
+    end, begin = last.gather(1, of), first.gather(1, of)
+    found = (keys.key >= 0) & (end >= 0)
+    behind = None if rule.window is None else rule.window - rule.causal
+    if rule.causal:
+        found &= place <= end
+    elif behind is not None:
+        found &= place <= end + behind
+    if behind is not None:
+        found &= place >= begin - behind
+    return found.any(0).nonzero().squeeze(1)
 
 
 def seen(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule, device: torch.device) -> Tensor | bool:

@@ -115,6 +115,8 @@ class Passes:
         before, device = rng_states(self._mesh.device), self._mesh.device
         # before they are moved, as counting on a device would wait for it
         parts = [self._part(each.batch, i) for i, each in enumerate(micro_batches)]
+        if self._sequences is not None:
+            self._settings.batches.division = self._sequences.division(len(parts))
         weights = [
             self._objective.visible_weight(part) if each.samples else 0
             for part, each in zip(parts, micro_batches, strict=True)

@@ -107,6 +107,9 @@ def placement_settings(config: Config, device: torch.device) -> PlacementSetting
 def run_settings(config: Config, device: torch.device | None = None) -> RunSettings:
     """Return the settings of a run for a resolved config, on ranks that compute on `device` (default: this
     machine's)."""
+    memory = config.memory
+    if config.axes["cp"] > 1:  # recomputed blocks keep what their attention had from other ranks
+        memory = memory.model_copy(update={"recompute_save": (*memory.recompute_save, "attention")})
     return RunSettings(
         config.axes,
         config.mesh.order,
@@ -116,7 +119,7 @@ def run_settings(config: Config, device: torch.device | None = None) -> RunSetti
         config.share,
         config.optimizer,
         placement_settings(config, device or device_of_ranks()),
-        ForwardSettings(config.precision.compute, config.memory, config.data.sequence),
+        ForwardSettings(config.precision.compute, memory, config.data.sequence),
     )
 
 

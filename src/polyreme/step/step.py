@@ -21,6 +21,7 @@ from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
 from polyreme.placement.full_parameters import UserWrites
 from polyreme.placement.placement import Placement
+from polyreme.sequence.context import Division
 from polyreme.step.accumulation import has_room, keep_adding, make_room
 from polyreme.step.loss.graph import refuse_by_frequency
 from polyreme.step.nonfinite import NonFinite
@@ -50,7 +51,7 @@ def current() -> Step | None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step; the same on every rank but for `seconds`."""
+    """The result of one optimizer step; the same on every rank but for `seconds` and `context`."""
 
     step: int
     loss: float
@@ -75,6 +76,9 @@ class StepResult:
     spike: str = ""
     """What is far beyond the last steps' with this one (`sentinels.spike`): loss, gradient norm or both, and
     the place in the data; "" for a step like others, and for a further one of the same spike."""
+    context: Division | None = None
+    """How the sequences of this rank's samples were divided over mesh.cp; None where attention is the
+    model's own."""
 
 
 class Step:
@@ -113,9 +117,8 @@ class Step:
         self._settings, self._cut, self._sums = settings, settings.batches, sums
         self._placement, self._buckets = placement, placement.trainable
         self._reducer, self._blocks, self._optimizer, self.buffers = reducer, blocks, optimizer, buffers
-        self._left_out = any(
-            p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
-        )
+        frozen = [p for b in placement.buckets if not b.trainable for p in b.parameters]
+        self._left_out = any(p.requires_grad for p in frozen)
         # True until the first step has checked gradients
         self._checks_roots = settings.batches.now.accumulation * sums.mesh.world_size > 1
         self._clips_unasked = clips_unasked
@@ -443,6 +446,7 @@ class Step:
             tokens=tokens,
             seconds=time.perf_counter() - began,
             stop=totals.stop > 0,
+            context=self._cut.division,
         )
 
     @property

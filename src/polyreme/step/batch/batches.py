@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from polyreme.config.schema import SentinelsSection
 from polyreme.distributed.mesh import Mesh, SimulatedMesh
 from polyreme.errors import BatchError, warn
+from polyreme.sequence.context import Division
 
 ROWS, SEVERAL = 16, 4
 """Samples of a rank's batch that are compared with others', and how many are no chance."""
@@ -69,6 +70,8 @@ class Batches:
     def __init__(self, now: Batching, refit: Callable[[int | None], Batching]) -> None:
         """refit: returns the cut with at most so many samples in a micro-batch."""
         self.now, self._refit = now, refit
+        self.division: Division | None = None
+        """How the sequences of the step are divided over mesh.cp."""
 
     def fit(self, micro: int | None) -> None:
         """Cut micro-batches of at most so many samples (None: as many as now). Raises ConfigError where a

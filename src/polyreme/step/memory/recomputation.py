@@ -1,5 +1,6 @@
 """Recomputation: a block's forward keeps everything for its backward, or its inputs alone, or some operators'
-outputs. Inputs are kept on the device, or elsewhere (`offload`).
+outputs. Inputs are kept on the device, or elsewhere (`offload`), and with them what its attention has from
+other ranks (`sequence.kept`).
 
 Invariant: losses, gradients and buffers are the same to the last bit, dropout and running means included: a
 recomputation begins with the random state and the buffers of the forward, and restores the later ones
@@ -11,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from polyreme.errors import ConfigError, Problem, warn
 from polyreme.models.huggingface import tensors_in
 from polyreme.models.patches import InPlace, Patches
-from polyreme.offload.activations import ActivationOffload
+from polyreme.offload.activations import ActivationOffload, BlockCall
+from polyreme.sequence.kept import Result, giving, keeping
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Contexts of the forward of a block and of its recomputation."""
@@ -35,6 +38,7 @@ OPERATORS = {
 }  # fmt: skip
 """Values of `memory.recompute_save`, each for a family of aten operators. The name of one aten operator is a
 value, too."""
+_count_result: ContextVar[Callable[[Tensor], object]] = ContextVar("_count_result", default=lambda _: None)
 
 
 def wrap_blocks(
@@ -108,10 +112,12 @@ def measure(
             count(tensor, inputs)
 
     handles = [block.register_forward_pre_hook(count_inputs, with_kwargs=True) for block in recomputed]
+    token = _count_result.set(lambda tensor: count(tensor, inputs))
     try:
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             yield saved
     finally:
+        _count_result.reset(token)
         for handle in handles:
             handle.remove()
         for storage, nbytes in inputs.items():
@@ -164,15 +170,23 @@ def _recomputed(
         tensors = tensors_in((args, kwargs)) if offload is None else [offload.marker]
         # each run empties it, so that it does not keep the inputs alive
         buffers, times, given = (_Buffers(block), itertools.count(), [(args, kwargs)])
+        exchanged = _Exchanged(offload)
 
         def run(*_: Tensor) -> Any:
             positional, named = given.pop()
-            with buffers.watched() if next(times) == 0 else buffers.put_back():
+            if next(times) == 0:
+                with buffers.watched(), keeping(exchanged.results):
+                    return forward(*positional, **named)
+            with buffers.put_back(), giving(exchanged.results):
                 return forward(*positional, **named)
+
+        def before_again() -> None:
+            given.append(inputs_again())
+            exchanged.come_back()
 
         def contexts_of_runs() -> Contexts:
             first, again = contexts()
-            return first, _After(lambda: given.append(inputs_again()), again)
+            return _Around(first, after=exchanged.hold), _Around(again, before_again, exchanged.let_go)
 
         # the tensors are passed for their devices, of which checkpoint saves the random state, and to find
         # changes of them in place
@@ -181,18 +195,53 @@ def _recomputed(
     return wrapped
 
 
-class _After(AbstractContextManager[Any]):
-    """A context that is entered after `before` has run outside of it."""
+class _Around(AbstractContextManager[Any]):
+    """A context, `before` which and `after` which something runs outside of it."""
 
-    def __init__(self, before: Callable[[], object], inner: AbstractContextManager[Any]) -> None:
-        self._before, self._inner = before, inner
+    def __init__(
+        self,
+        inner: AbstractContextManager[Any],
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._before, self._inner, self._after = before, inner, after
 
     def __enter__(self) -> Any:
         self._before()
         return self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
-        return self._inner.__exit__(*error)
+        handled = self._inner.__exit__(*error)
+        self._after()
+        return handled
+
+
+class _Exchanged:
+    """What the attention of a block had from other ranks, between its forward and its recomputation: on the
+    device, or in `offload`."""
+
+    def __init__(self, offload: ActivationOffload | None) -> None:
+        self.results: list[Result] = []
+        self._offload = offload
+        self._call: BlockCall | None = None
+
+    def hold(self) -> None:
+        """Count the results of a forward, and hold them where inputs of blocks are held."""
+        for tensor in tensors_in(self.results):
+            _count_result.get()(tensor)
+        if self._offload is not None and self.results:
+            self._call = self._offload.keep([*self.results])
+            self.let_go()
+
+    def come_back(self) -> None:
+        """Bring the results back to the device."""
+        if self._call is not None:
+            self.results[:] = self._call.back()
+
+    def let_go(self) -> None:
+        """Free the device of results that are held elsewhere."""
+        if self._call is not None:
+            self.results.clear()
 
 
 class _Buffers:
