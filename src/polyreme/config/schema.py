@@ -287,13 +287,13 @@ class ContextSection(Section):
         "the i-th last of 2 cp stretches; such two of each document; blocks of up to 128 tokens by what they "
         "take to compute; auto: of these, for each batch, the one that leaves the fullest rank the least.",
     )
-    loss_chunk: Literal["none"] | Annotated[int, Strict(), Field(ge=1)] = Field(
+    loss_chunk: Literal["none"] | Count = Field(
         default="none",
         examples=[1024],
         description="Tokens of a rank whose logits are in memory at a time: a language model's head and its "
         "loss are computed in such chunks, and again in backward. At every mesh.cp, with tp, too.",
     )
-    mlp_tile: Literal["none"] | Annotated[int, Strict(), Field(ge=1)] = Field(
+    mlp_tile: Literal["none"] | Count = Field(
         default="none",
         examples=[1024],
         description="Tokens of a rank for which a block's MLP is computed at a time, and again in backward. "
