@@ -60,10 +60,10 @@ def documents(tokens: int, packed: bool) -> Tensor:
 class Case:
     """A sequence, the same on all ranks: queries, keys, values, and weights of the loss."""
 
-    def __init__(self, axis: Axis, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.axis, self.tokens, self.device = axis, tokens, device
+    def __init__(self, mesh: Mesh, tokens: int, dtype: torch.dtype) -> None:
+        self.mesh, self.axis, self.tokens, self.device = mesh, mesh.cp, tokens, mesh.device
         numbers = torch.randn(4, 1, tokens, HEADS, WIDTH, generator=torch.Generator().manual_seed(0))
-        self.whole = numbers.to(dtype).to(device)
+        self.whole = numbers.to(dtype).to(self.device)
 
     def turn(self, mine: Tensor | Parts, attend: Callable[..., Tensor]) -> Turn:
         """A step of this rank's numbers by `attend`, which takes (samples, heads, tokens, width)."""
@@ -82,14 +82,13 @@ class Case:
 
     def ours(self, method: Method, balance: Balance, packed: bool = False) -> Turn:
         """One of the ways of `mesh.cp`."""
-        of = documents(self.tokens, packed)
-        balance = "contiguous" if method == "ulysses" else balance
-        parts = cut(of, self.axis.size, balance, Work())
-        tokens = [
-            Tokens(parts.order[:, r], parts.mine(of, r), parts.mine(of, r)) for r in range(self.axis.size)
-        ]
-        across = Across(self.axis, tokens, Rule(WIDTH**-0.5))
-        return self.turn(parts, lambda q, k, v: attention(method, q, k, v, None, across))
+        of, size = documents(self.tokens, packed), self.axis.size
+        neighbours = {"ulysses": size, "mix": 2 - size % 2}.get(method, 1)
+        heads, ring = self.mesh.split("cp", neighbours, ("cp_ulysses", "cp_ring"))
+        parts = cut(of, ring.size, balance, Work())
+        tokens = [Tokens(parts.order[:, r], parts.mine(of, r), parts.mine(of, r)) for r in range(ring.size)]
+        across = Across(ring, tokens, Rule(WIDTH**-0.5), heads, method == "gather")
+        return self.turn(parts.split(neighbours), lambda q, k, v: attention(q, k, v, None, across))
 
     def floor(self) -> Turn:
         """This rank's heads of all tokens."""
@@ -220,7 +219,7 @@ def rank(args: argparse.Namespace) -> int:
     size = int(os.environ["WORLD_SIZE"])
     mesh = Mesh.open({name: size if name == "cp" else 1 for name in AXES})
     dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
-    results = [measure(Case(mesh.cp, n, dtype, mesh.device), args.rounds) for n in args.tokens]
+    results = [measure(Case(mesh, n, dtype), args.rounds) for n in args.tokens]
     errors = [f"{found['tokens']} tokens, {each}" for found in results for each in wrong(found)]
     if mesh.rank == 0:
         absent = [] if find_spec("deepspeed") else ["DeepSpeed is not installed, and was left out."]

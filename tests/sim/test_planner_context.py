@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
+
+import models
+from polyreme.config import Config
+from polyreme.planner.dry_run import dry_run
 from polyreme.planner.hardware import Cluster
 from polyreme.planner.plan import Plan, plan, schedule_of
 from polyreme.planner.time_model import step_time
-from polyreme.planner.trace import Collective
+from polyreme.planner.trace import Collective, Compute
 
 LENGTH = 4096
 
@@ -53,6 +59,30 @@ def test_a_ring_is_hidden_under_attention_and_an_exchange_of_heads_is_not() -> N
         )
         exposed[method] = (details.timeline.seconds - without.seconds) / sum(exchanges)
     assert exposed["ring"] < 0.3 and exposed["ulysses"] > 0.8, exposed
+
+
+@pytest.mark.parametrize("device, taken", [("cpu", 2), ("cuda", 0)])
+def test_attention_is_that_of_the_device_which_computes(device: str, taken: int) -> None:
+    """On CPUs the fused kernel's, over the block of the rank before and the rank's own, with its FLOPs."""
+    config = {
+        "batch": {"size": 1},
+        "mesh": {"cp": 2},
+        "context": {"method": "ring", "balance": "contiguous"},
+        "memory": {"activations": "keep"},
+    }
+    trace = dry_run(
+        partial(models.llama, num_hidden_layers=1),
+        Config.load(config).resolve(2),
+        1,
+        batch=lambda _: models.tokens(1, 64),
+        device=device,
+    )
+    computed = [each for part in trace.segments for each in part.events if isinstance(each, Compute)]
+    calls = [each for each in computed if "scaled_dot_product" in each.op]
+    backward = [each for each in calls if "backward" in each.op]
+    assert len(calls) == 2 * taken and len(backward) == taken
+    product = 2 * 4 * 32 * 32 * (24 // 4)
+    assert sum(each.flops for each in calls) == taken * (2 + 5) * product
 
 
 def test_auto_takes_cp_where_a_long_sequence_fits_nowhere_else() -> None:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polyreme.sequence import fused
+
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
 FLASH_WIDTH = 256
@@ -32,7 +34,10 @@ def attention_of(computes_on: str) -> Iterator[None]:
         return own(query, *args, **kwargs) if found is None else found
 
     # not a mode for torch's functions, which has no part in a recomputation
-    with patch.object(F, "scaled_dot_product_attention", attention):
+    with (
+        patch.object(F, "scaled_dot_product_attention", attention),
+        patch.object(fused, "computes_on", lambda _: computes_on),
+    ):
         yield
 
 
@@ -47,15 +52,19 @@ def _on_cpu(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """Return the result of flash attention; None where the CPU multiplies whole matrices."""
-    if dropout_p > 0 or not _fits(query, key, value) or (attn_mask is not None and attn_mask.requires_grad):
-        return None
-    if not enable_gqa and query.shape[1] != key.shape[1]:
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if (
+        dropout_p > 0
+        or learned
+        or not _fits(query, key, value)
+        or (not enable_gqa and query.shape[1] != key.shape[1])
+    ):
         return None
     mask = None if attn_mask is None else _added(attn_mask, query.dtype)
-    found: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(
+    result = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
-    )[0]
-    return found
+    )
+    return cast(Tensor, result[0])
 
 
 def _on_gpu(

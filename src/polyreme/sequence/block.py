@@ -1,8 +1,9 @@
 """Attention of queries over blocks of keys, one after the other, and its gradients.
 
 The output over several blocks is merged by their log-sum-exps (Dao et al. 2022, "FlashAttention"; Liu et al.
-2023, "Ring Attention"). Scores are computed in float32, or in float64 where numbers are, a tile at a time.
-Grouped heads are not repeated: the queries of a group are rows of one product.
+2023, "Ring Attention"). On CPUs a fused kernel computes it (`fused`). What it does not take is computed a
+tile of scores at a time, in float32, or in float64 where numbers are. Grouped heads are not repeated: the
+queries of a group are rows of one product.
 
 Communication: none."""
 
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyreme.sequence.visible import Rule, Tokens, seen
+from polyreme.sequence import fused
+from polyreme.sequence.visible import Pairs, Rule, Tokens, pairs
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,14 @@ class Merged:
             query.new_full(query.shape[:3], -torch.inf, dtype=wide),
         )
 
+    def add(self, tile: slice, output: Tensor, lse: Tensor) -> None:
+        """Merge the output of a tile of queries over more keys."""
+        before, here = self.lse[:, :, tile], self.output[:, :, tile]
+        total = torch.logaddexp(before, lse)
+        old, new = ((each - _finite(total)).exp().unsqueeze(-1) for each in (before, lse))
+        here.mul_(old).addcmul_(output.to(here.dtype), new)
+        before.copy_(total)
+
     def add_sinks(self, sinks: Tensor) -> None:
         """Add a score for each head to every query's, of a value that is zero."""
         total = torch.logaddexp(self.lse, sinks.to(self.lse.dtype)[:, None])
@@ -40,16 +50,10 @@ class Merged:
         self.lse.copy_(total)
 
 
-def rows(tensor: Tensor, groups: int, tile: slice) -> Tensor:
-    """Return a tile of (samples, heads, tokens, width) as (samples, key heads, tokens of all the queries'
-    heads that share one, width)."""
-    return tensor[:, :, tile].unflatten(1, (groups, -1)).flatten(2, 3)
-
-
-def add_rows(total: Tensor, tile: slice, part: Tensor) -> None:
-    """Add to a tile what `rows` gave the shape of."""
-    here = total[:, :, tile]
-    here += part.view(here.shape)
+def _rows(tensor: Tensor, groups: int) -> Tensor:
+    """Return (samples, heads, tokens, width) as (samples, key heads, tokens of all the queries' heads that
+    share one, width)."""
+    return tensor.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
 def _scores(query: Tensor, key: Tensor, rule: Rule, visible: Tensor | bool) -> Tensor:
@@ -72,73 +76,80 @@ def attend(
     merged: Merged, query: Tensor, key: Tensor, value: Tensor, queries: Tokens, keys: Tokens, rule: Rule
 ) -> None:
     """Merge the attention over a block of keys and values into `merged`, in place."""
-    groups = key.shape[1]
-    for i, tile in enumerate(queries.tiles):
-        mine = rows(query, groups, tile)
-        for j, others in enumerate(keys.tiles):
-            visible = seen(queries, i, keys, j, rule, query.device)
-            if visible is False:
-                continue
-            scores = _scores(mine, key[:, :, others], rule, visible)
-            before = rows(merged.lse.unsqueeze(-1), groups, tile)
-            lse = torch.logaddexp(before, scores.logsumexp(-1, keepdim=True))
-            finite = _finite(lse)
-            added = scores.sub_(finite).exp_().to(value.dtype) @ value[:, :, others]
-            old = rows(merged.output, groups, tile) * (before - finite).exp()
-            here = merged.output[:, :, tile]
-            here.copy_((old + added).view(here.shape))
-            merged.lse[:, :, tile].copy_(lse.view(here.shape[:-1]))
+    joined = fused.takes(query, key, value, rule)
+    attention = fused.attention if joined else _attention
+    for part in pairs(queries, keys, rule, query.device, joined):
+        mine, others = query[:, :, part.queries], (key[:, :, part.keys], value[:, :, part.keys])
+        merged.add(part.queries, *attention(mine, *others, part, rule))
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, part: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Return what `fused.attention` does, from scores."""
+    scores = _scores(_rows(query, key.shape[1]), key, rule, part.sees)
+    lse = scores.logsumexp(-1, keepdim=True)
+    output = scores.sub_(_finite(lse)).exp_().to(value.dtype) @ value
+    return output.view(*query.shape[:3], -1), lse.view(query.shape[:3])
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """What the gradients of queries, keys and values need: the queries, the gradient of the output, its
-    products with the output, and the log-sum-exps of all keys. query_grad: the sum of gradients so far."""
+    """What the gradients of queries, keys and values need: the queries, the gradient of the output, and the
+    output and log-sum-exps of all keys. query_grad: the sum of gradients so far."""
 
     query: Tensor
     grad: Tensor
-    products: Tensor
+    output: Tensor
     lse: Tensor
     query_grad: Tensor
 
     @classmethod
     def of(cls, query: Tensor, grad: Tensor, output: Tensor, lse: Tensor) -> Incoming:
         """Return it for a gradient of the merged output, of all blocks."""
-        wide = lse.dtype
-        grad = grad.contiguous()
-        products = (grad.to(wide) * output.to(wide)).sum(-1)
-        return cls(
-            query, grad, products, _finite(lse), torch.zeros(query.shape, dtype=wide, device=query.device)
-        )
+        query_grad = torch.zeros(query.shape, dtype=lse.dtype, device=query.device)
+        return cls(query, grad.contiguous(), output, _finite(lse), query_grad)
+
+    def of_queries(self, tile: slice) -> tuple[Tensor, ...]:
+        """Return the queries, gradient, output and log-sum-exps of a tile."""
+        return tuple(each[:, :, tile] for each in (self.query, self.grad, self.output, self.lse))
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """Return the gradient of the sinks."""
         share = (sinks.to(self.lse.dtype)[:, None] - self.lse).exp()
-        return -(share * self.products).sum((0, 2)).to(sinks.dtype)
+        products = (self.grad.to(share.dtype) * self.output.to(share.dtype)).sum(-1)
+        return -(share * products).sum((0, 2)).to(sinks.dtype)
 
 
 def differentiate(
     incoming: Incoming, key: Tensor, value: Tensor, queries: Tokens, keys: Tokens, rule: Rule
 ) -> tuple[Tensor, Tensor]:
     """Add the queries' gradient of a block of keys and values to `incoming`, and return the block's own."""
-    groups, wide = key.shape[1], incoming.lse.dtype
-    key_grad = torch.zeros(key.shape, dtype=wide, device=key.device)
-    value_grad = torch.zeros(value.shape, dtype=wide, device=value.device)
-    for i, tile in enumerate(queries.tiles):
-        query, grad = (rows(each, groups, tile) for each in (incoming.query, incoming.grad))
-        lse, products = (rows(each.unsqueeze(-1), groups, tile) for each in (incoming.lse, incoming.products))
-        for j, others in enumerate(keys.tiles):
-            visible = seen(queries, i, keys, j, rule, key.device)
-            if visible is False:
-                continue
-            scores = _scores(query, key[:, :, others], rule, visible)
-            weights = (scores - lse).exp()
-            value_grad[:, :, others] += (weights.to(grad.dtype).transpose(-1, -2) @ grad).to(wide)
-            inner = weights.mul_((grad @ value[:, :, others].transpose(-1, -2)).to(wide) - products)
-            if rule.softcap is not None:
-                bent = scores.masked_fill(scores == -torch.inf, 0.0).div_(rule.softcap)
-                inner *= 1 - bent.square_()
-            inner = inner.mul_(rule.scale).to(query.dtype)
-            add_rows(incoming.query_grad, tile, (inner @ key[:, :, others]).to(wide))
-            key_grad[:, :, others] += (inner.transpose(-1, -2) @ query).to(wide)
+    wide, joined = incoming.lse.dtype, fused.takes(incoming.query, key, value, rule)
+    gradients = fused.gradients if joined else _gradients
+    key_grad, value_grad = (torch.zeros(each.shape, dtype=wide, device=each.device) for each in (key, value))
+    for part in pairs(queries, keys, rule, key.device, joined):
+        mine, others = incoming.of_queries(part.queries), (key[:, :, part.keys], value[:, :, part.keys])
+        found = gradients(mine, *others, part, rule)
+        incoming.query_grad[:, :, part.queries] += found[0]
+        key_grad[:, :, part.keys] += found[1]
+        value_grad[:, :, part.keys] += found[2]
     return key_grad, value_grad
+
+
+def _gradients(
+    given: tuple[Tensor, ...], key: Tensor, value: Tensor, part: Pairs, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `fused.gradients` does, from scores."""
+    shape, groups = given[0].shape, key.shape[1]
+    query, grad, output = (_rows(each, groups) for each in given[:3])
+    lse = _rows(given[3].unsqueeze(-1), groups)
+    wide = lse.dtype
+    products = (grad.to(wide) * output.to(wide)).sum(-1, keepdim=True)
+    scores = _scores(query, key, rule, part.sees)
+    weights = (scores - lse).exp()
+    of_value = weights.to(grad.dtype).transpose(-1, -2) @ grad
+    inner = weights.mul_((grad @ value.transpose(-1, -2)).to(wide) - products)
+    if rule.softcap is not None:
+        bent = scores.masked_fill(scores == -torch.inf, 0.0).div_(rule.softcap)
+        inner *= 1 - bent.square_()
+    inner = inner.mul_(rule.scale).to(query.dtype)
+    return (inner @ key).view(shape), inner.transpose(-1, -2) @ query, of_value

@@ -4,9 +4,10 @@ Communication: none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -84,6 +85,12 @@ class Tokens:
             found.append(tuple(int(each) for each in bounds))
         return found  # type: ignore[return-value]
 
+    @cached_property
+    def consecutive(self) -> Sequence[bool]:
+        """Whether the tokens of each tile are one after the other in their sequence, in all samples alike."""
+        from_zero = self.place - torch.arange(self.place.shape[1])
+        return [bool((from_zero[:, rows] == from_zero[0, rows.start]).all()) for rows in self.tiles]
+
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return places, documents and keys on a device."""
         if device not in self._moved:
@@ -135,3 +142,43 @@ def seen(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule, device: to
     if rule.window is not None:
         found &= (place - other if rule.causal else (place - other).abs()) <= rule.window - rule.causal
     return found
+
+
+def _up_to_itself(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule) -> bool:
+    """Return whether each query of tile `at` sees the keys of tile `of` up to its own number in the tile, and
+    no others: both begin at the same place of one document, and nothing but `causal` hides a key."""
+    low, high, first, last, _, _ = queries.ranges[at]
+    start, _, _, _, least, most = keys.ranges[of]
+    plain = rule.causal and rule.mask is None and (rule.window is None or high - low < rule.window)
+    together = low == start and first == last == least == most
+    return plain and together and queries.consecutive[at] and keys.consecutive[of]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Queries and keys that are computed together. sees: which keys each query sees, (samples, queries,
+    keys); True for all, or if `causal` for those up to its own number; False for none."""
+
+    queries: slice
+    keys: slice
+    sees: Tensor | bool
+    causal: bool = False
+
+
+def pairs(queries: Tokens, keys: Tokens, rule: Rule, device: torch.device, joined: bool) -> Iterator[Pairs]:
+    """Yield all pairs of a query and a key that it sees, a tile of queries and one of keys at a time. joined:
+    consecutive tiles of keys that are seen wholly are one, and `causal` is used."""
+
+    def of_tile(at: int) -> Iterator[Pairs]:
+        for of, others in enumerate(keys.tiles):
+            causal = joined and _up_to_itself(queries, at, keys, of, rule)
+            sees = causal or seen(queries, at, keys, of, rule, device)
+            yield Pairs(queries.tiles[at], others, sees, causal)
+
+    for at, tile in enumerate(queries.tiles):
+        for whole, parts in groupby(of_tile(at), lambda one: joined and one.sees is True and not one.causal):
+            if whole:
+                together = [each.keys for each in parts]
+                yield Pairs(tile, slice(together[0].start, together[-1].stop), True)
+            else:
+                yield from (each for each in parts if each.sees is not False)
