@@ -7,7 +7,8 @@ Communication: that of `methods` in each attention, and of `mixers` in each mixe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.config.schema import ContextSection
 from polyreme.distributed.mesh import Axis, Mesh
-from polyreme.errors import ModelError, named
+from polyreme.errors import BatchError, ModelError, named
 from polyreme.models.attention import (
     Temperature,
     chunk_of,
@@ -40,6 +41,7 @@ from polyreme.sequence import documents as documents_of
 from polyreme.sequence.batches import part_of, shifted, tokens_of, whole_of
 from polyreme.sequence.choice import Choice, choose, neighbours, refuse
 from polyreme.sequence.documents import DROPPED
+from polyreme.sequence.kept import at, place
 from polyreme.sequence.layout import Layout, Sharing
 from polyreme.sequence.methods import attention
 from polyreme.sequence.parts import Work
@@ -52,6 +54,9 @@ MASKED = "polyreme_context_masked"
 
 CACHES = ("cache", "past_key_values", "cache_params")
 """Arguments of mixers with their states so far."""
+
+OF_WHOLE = ("use_cache", "past_key_values", "output_attentions")
+"""Arguments of models that ask for keys, or give them, beside those of the call."""
 
 _owners: WeakKeyDictionary[nn.Module, ContextParallel] = WeakKeyDictionary()
 _owners_of_configs: dict[int, ContextParallel] = {}
@@ -154,30 +159,58 @@ class ContextParallel:
     def cut(self, batch: Any, microbatch: int) -> dict[str, Any]:
         """Return this rank's part of a micro-batch, and remember where its tokens lie. Raises BatchError for
         a batch that cannot be cut."""
+        _, part, self._layouts[microbatch] = self._divide(batch)
+        return part
+
+    @contextmanager
+    def forward(self, batch: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any], Division]]:
+        """Yield a micro-batch of the user's own loop with its labels shifted, this rank's part of it, with
+        which the model is called inside, and how it was divided. Raises BatchError for a batch that cannot be
+        cut, or that asks for what a part has no meaning in."""
+        self.at(None)
+        whole, part, layout = self._divide(batch)
+        for name in OF_WHOLE:
+            if whole.get(name):
+                raise BatchError(
+                    f"{name} = {whole[name]!r} asks for keys of whole sequences, of which this rank has a "
+                    "part (mesh.cp, a context.method, or data.pack): leave it out, or load a checkpoint of the "
+                    "model without these"
+                )
+        with at(layout):
+            yield whole, part, self._described([layout])
+        self.check()
+
+    def _divide(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any], Layout]:
+        """Return a micro-batch with its labels shifted, this rank's part of it, and where its tokens lie."""
         main = tokens_of(batch)
         samples, length = main.shape[:2]
         found = documents_of.find(batch, samples, length, self._first)
         values = shifted(batch, found, self._shifts)
-        layout = self._layouts[microbatch] = Layout.of(found, self._sharing, self._work)
+        layout = Layout.of(found, self._sharing, self._work)
         if self._text is None:
             if found.plain and self._takes_positions:
                 values["position_ids"] = found.positions.to(main.device)
-            return {
+            part = {
                 name: part_of(name, value, found, layout)
                 for name, value in values.items()
                 if name not in DROPPED
             }
+            return values, part, layout
         if values.get("attention_mask") is None:  # which tells padding of ours from tokens
             values["attention_mask"] = torch.ones(found.of.shape, dtype=torch.long, device=main.device)
-        return {
+        part = {
             name: whole_of(name, value, found, layout, self._filler)
             for name, value in values.items()
             if name not in DROPPED or name == "attention_mask"
         }
+        return values, part, layout
 
     def division(self, microbatches: int) -> Division:
         """Return how so many micro-batches were divided, which were cut last."""
-        parts = [self._layouts[each].parts for each in range(microbatches)]
+        return self._described([self._layouts[each] for each in range(microbatches)])
+
+    def _described(self, layouts: Sequence[Layout]) -> Division:
+        parts = [each.parts for each in layouts]
         mean = sum(each.mean for each in parts)
         load = sum(each.most for each in parts) / mean if mean else 1.0
         names = dict.fromkeys(each.balance for each in parts)
@@ -187,10 +220,13 @@ class ContextParallel:
 
     def _now(self, what: str) -> Layout:
         """Return where the tokens of the micro-batch are that a module, `what`, is called with."""
+        layout = place.get()
+        if layout is not None and layout.sharing is self._sharing:
+            return layout
         if self._at is None:
             raise ModelError(
-                f"{what} was called outside of train_step and eval_step, which cut sequences over mesh.cp: "
-                "use these, or load a checkpoint of the model with mesh.cp = 1"
+                f"{what} was called outside of train_step, eval_step and engine(...), which cut sequences over "
+                "mesh.cp: use these, or load a checkpoint of the model with mesh.cp = 1"
             )
         return self._layouts[self._at]
 

@@ -1,5 +1,5 @@
-"""What attention has from other ranks, kept from the forward of a recomputed block to its recomputation, so
-that it is sent once.
+"""What a recomputed block needs of its forward under a divided sequence: where the tokens of its micro-batch
+lie, and what attention has from other ranks, so that it is sent once.
 
 Communication: none."""
 
@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor
 
 Result = tuple[Tensor, ...]
 Run = Callable[[], Result]
 
+place: ContextVar[Any] = ContextVar("place", default=None)
+"""Where the tokens lie (`Layout`) of the forward in a user's own loop that is under way or is recomputed; a
+backward may come after other forwards."""
 _how: ContextVar[Callable[[Run], Result]] = ContextVar("_how", default=lambda run: run())
 
 
@@ -38,11 +42,22 @@ def keeping(into: list[Result]) -> Iterator[None]:
 
 
 @contextmanager
-def giving(kept: Sequence[Result]) -> Iterator[None]:
-    """Have `once` return what was kept, in the same order, in the recomputation of a block."""
+def giving(kept: Sequence[Result], where: Any) -> Iterator[None]:
+    """Have `once` return what was kept, in the same order, in the recomputation of a block, whose forward had
+    its tokens `where`."""
     left = iter(kept)
-    with _set(lambda run: tuple(each.detach() for each in next(left))):
+    with _set(lambda run: tuple(each.detach() for each in next(left))), at(where):
         yield
+
+
+@contextmanager
+def at(where: Any) -> Iterator[None]:
+    """Set `place` inside."""
+    token = place.set(where)
+    try:
+        yield
+    finally:
+        place.reset(token)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from polyreme.step.batch.batches import MicroBatch, filled, is_list, micro_batch
 from polyreme.step.engine_context import EngineContext
 from polyreme.step.loss.graph import Unrecorded, refuse_penalty, untrained_parameters
 from polyreme.step.loss.objective import Objective
+from polyreme.step.loss.whole import whole_loss, with_loss
 from polyreme.step.memory.fit import UNKNOWN, FirstBatch, agreed, derived
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
 from polyreme.step.step import Step, count_elsewhere
@@ -78,7 +79,7 @@ class Passes:
             enter=lambda action: self.enter(action.stage, action.microbatch or 0, self._coming[action]),
             forward=self._output,
             loss=self._take,
-            root=lambda each, loss: step.root(loss[0], loss[1], *self._counts(each)),
+            root=lambda each, loss: step.root(loss[0], loss[1], each.tokens, each.samples),
             differentiate=self._differentiate,
             look=self._plain_output,
         )
@@ -132,7 +133,7 @@ class Passes:
         ]
         if not self._pipeline.has_loss and self._pipeline.counts(self._mesh.pp):  # on a simulated rank
             for each in moved:
-                count_elsewhere(self._step, each.weight or each.samples, *self._counts(each))
+                count_elsewhere(self._step, each.weight or each.samples, each.tokens, each.samples)
         try:
             with self._row(moved) as row:
                 yield row
@@ -155,14 +156,28 @@ class Passes:
         self._sequences.at(microbatch)
         return part
 
+    def call(self, args: Any, kwargs: Any) -> tuple[Any, float | None]:
+        """Return the model's output in the user's own loop; and where its sequences are divided, what the
+        loss of a micro-batch with labels counts as a mean over on this rank."""
+        if self._sequences is None:
+            args, kwargs = cast_floating((args, kwargs), None, self._mesh.device)  # type: ignore[misc]
+            return self._objective.call(args, kwargs), None
+        batch = args[0] if len(args) == 1 and not kwargs else (args, kwargs) if args else kwargs
+        with self._sequences.forward(batch) as (whole, part, division):
+            # before they are moved, as counting on a device would wait for it
+            labels = huggingface.count_labels(self._objective.model, whole)
+            weight = self._objective.visible_weight(part)
+            output = self._objective.call((), cast_floating(part, None, self._mesh.device))  # type: ignore[arg-type]
+        if torch.is_grad_enabled():
+            self._settings.batches.division = division
+        if labels is None:
+            return output, None
+        loss_sum, _ = self._loss(output, part, weight)
+        return with_loss(output, whole_loss(loss_sum, labels, self._mesh.cp)), labels / self._mesh.cp.size
+
     def _end_sequences(self) -> None:
         if self._sequences is not None:
             self._sequences.at(None)
-
-    def _counts(self, micro_batch: MicroBatch) -> tuple[float, float]:
-        """Return the tokens and samples that this rank counts, of those that ranks of mesh.cp share."""
-        first = self._mesh.cp.alone()
-        return micro_batch.tokens * first, micro_batch.samples * first
 
     def _row(self, micro_batches: Sequence[MicroBatch]) -> Row:
         shapes, place = [_shapes(each.batch) for each in micro_batches], self._pipeline
