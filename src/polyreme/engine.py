@@ -205,8 +205,7 @@ class Engine(ModuleFace):
         """Return `function(output, micro-batch)` for each micro-batch of `batch` (as in `eval_step`) on the
         last pipeline stage, and an empty list on other ranks. No gradients, and the modules are in evaluation
         mode meanwhile. All ranks must call."""
-        if self._training.context.sequences is not None:
-            raise BatchError(_PARTS)
+        _refuse_parts(self._training)
         return self._followed().passes.outputs(self.module, batch, function)
 
     # ---- the loop people already have
@@ -217,8 +216,7 @@ class Engine(ModuleFace):
 
         Of a mapping whose sequences mesh.cp divides, the loss is that of the whole micro-batch, and logits
         and hidden states are those of this rank's part. All ranks of a cp line call then, with the same."""
-        if self.mesh.pp.size > 1:
-            raise BatchError(_CUT)
+        _refuse_stages(self.mesh)
         training = self._followed()
         training.passes.enter(0, 0)
         # before the batch is copied to the device
@@ -563,8 +561,8 @@ for _name in ("train_step", "eval_step", "eval_outputs"):
 
 _CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
 _PARTS = (
-    "eval_outputs has the output of this rank's part of each sequence alone (mesh.cp > 1, a context.method, or "
-    "data.pack): use eval_step, or engine(batch) under no_grad for the part"
+    "eval_outputs has the output of this rank's part of each sequence alone (mesh.cp > 1, a context.method, "
+    "or data.pack): use eval_step, or engine(batch) under torch.no_grad(), whose logits are of that part"
 )
 _CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"
 _BEFORE_BACKWARD = (
@@ -582,6 +580,16 @@ _FROZEN = (
     "every parameter of the model is frozen, so that there is nothing to update: set requires_grad on those "
     "to train before initialize(); to be called or evaluated, engine(...) and eval_step are there"
 )
+
+
+def _refuse_stages(mesh: Mesh) -> None:
+    if mesh.pp.size > 1:
+        raise BatchError(_CUT)
+
+
+def _refuse_parts(training: Training) -> None:
+    if training.context.sequences is not None:
+        raise BatchError(_PARTS)
 
 
 def _refuse_closed(module: nn.Module, *_: object) -> None:

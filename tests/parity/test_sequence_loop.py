@@ -3,11 +3,13 @@ transformers computes in one process: float64, to 1e-10."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_sequence_parity import IGNORED, STEPS, Wide, batch_of, model_of, plain, settings
 from torch import Tensor
 
@@ -76,7 +78,12 @@ def check(kind: str, config: dict[str, Any], way: str = "engine.backward") -> No
 @pytest.mark.parametrize(
     ("kind", "mesh", "sections", "way"),
     [
-        ("packed", {"cp": 2}, {"zero": {"stage": 3}, "memory": {"activations": "recompute"}}, "engine.backward"),
+        (
+            "packed",
+            {"cp": 2},
+            {"zero": {"stage": 3}, "memory": {"activations": "recompute"}},
+            "engine.backward",
+        ),
         ("labels of a few", {"cp": 2}, {"zero": {"stage": 0}}, "loss.backward"),
         ("labels of a few", {"cp": 2}, {}, "weight="),
         ("packed", {}, {"data": {"pack": True}}, "engine.backward"),
@@ -103,7 +110,7 @@ def test_a_loop_of_the_users_own_is_a_plain_one(
     check(kind, settings(mesh, **sections), way)
 
 
-def penalised(rank: int, world: int) -> list[Any]:
+def penalised(rank: int, world: int, backward: Callable[[Any, Tensor], object]) -> list[Any]:
     """Losses with a term of weights, where the second micro-batch has no label, and the first few."""
     found: list[Any] = []
     with polyreme.initialize(model_of("llama"), settings({"cp": world}, zero={"stage": 1})) as engine, Wide():
@@ -113,16 +120,38 @@ def penalised(rank: int, world: int) -> list[Any]:
             for micro in micro_batches(batch, engine):
                 loss = engine(**micro).loss
                 found.append(loss.item())
-                engine.backward(loss + 0.1 * engine.module.lm_head.weight.square().mean())
+                backward(engine, loss + 0.1 * engine.module.lm_head.weight.square().mean())
             result = engine.step()
             found += [result.loss, result.grad_norm]
         return found
 
 
 def test_terms_beside_the_loss_count_once() -> None:
-    expected = threads.run(1, penalised)[0]
-    for found in threads.run(2, penalised):
-        assert found == pytest.approx(expected, abs=1e-10, rel=0, nan_ok=True)
+    expected = threads.run(1, penalised, polyreme.Engine.backward)[0]
+    assert not math.isnan(expected[-1])
+    for backward in (polyreme.Engine.backward, lambda engine, loss: loss.backward()):
+        for found in threads.run(2, penalised, backward):
+            assert found == pytest.approx(expected, abs=1e-10, rel=0, nan_ok=True)
+
+
+def own_losses(rank: int, world: int, packed: bool) -> list[float]:
+    """Cross entropy that the script computes of whole logits, in micro-batches with unequal labels."""
+    found = []
+    with polyreme.initialize(model_of("llama"), settings({}, data={"pack": packed})) as engine, Wide():
+        for step in range(2):
+            batch = batch_of("plain", step)
+            batch["labels"][2:, 4:] = IGNORED
+            for micro in micro_batches(batch, engine):
+                logits = engine(**micro).logits[:, :-2]
+                engine.backward(F.cross_entropy(logits.flatten(0, 1), micro["labels"][:, 2:].flatten()))
+            result = engine.step()
+            found += [result.loss, result.grad_norm]
+    return found
+
+
+def test_a_loss_of_the_scripts_own_over_whole_sequences_is_weighted_by_its_labels() -> None:
+    expected, found = (threads.run(1, own_losses, packed)[0] for packed in (False, True))
+    assert found == pytest.approx(expected, abs=1e-10, rel=0)
 
 
 def seen(rank: int, world: int) -> None:
@@ -141,7 +170,7 @@ def seen(rank: int, world: int) -> None:
         engine.backward(engine(ids).logits.square().mean())
         assert engine.step().loss > 0
         for name in ("use_cache", "output_attentions"):
-            with pytest.raises(BatchError, match=f"{name} = True asks for keys of whole sequences"):
+            with pytest.raises(BatchError, match=f"{name} would be of the keys of whole sequences"):
                 engine(**batch, **{name: True})
         for call in (lambda: engine(batch["input_ids"]), lambda: engine(batch["input_ids"], labels=None)):
             with pytest.raises(BatchError, match=r"cannot be cut over mesh\.cp"):

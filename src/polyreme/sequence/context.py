@@ -7,7 +7,7 @@ Communication: that of `methods` in each attention, and of `mixers` in each mixe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,7 @@ from polyreme.sequence import documents as documents_of
 from polyreme.sequence.batches import part_of, shifted, tokens_of, whole_of
 from polyreme.sequence.choice import Choice, choose, neighbours, refuse
 from polyreme.sequence.documents import DROPPED
-from polyreme.sequence.kept import at, place
+from polyreme.sequence.kept import place, setting
 from polyreme.sequence.layout import Layout, Sharing
 from polyreme.sequence.methods import attention
 from polyreme.sequence.parts import Work
@@ -55,8 +55,8 @@ MASKED = "polyreme_context_masked"
 CACHES = ("cache", "past_key_values", "cache_params")
 """Arguments of mixers with their states so far."""
 
-OF_WHOLE = ("use_cache", "past_key_values", "output_attentions")
-"""Arguments of models that ask for keys, or give them, beside those of the call."""
+OF_KEYS = ("use_cache", "past_key_values", "output_attentions")
+"""Arguments of models that give keys, or ask for what is of them."""
 
 _owners: WeakKeyDictionary[nn.Module, ContextParallel] = WeakKeyDictionary()
 _owners_of_configs: dict[int, ContextParallel] = {}
@@ -76,7 +76,8 @@ class Division:
 
 class ContextParallel:
     """The division of one engine's sequences over `mesh.cp`. choice: how its attention is computed.
-    in_text: the model of texts runs, on a part, behind one that sees images."""
+    in_text: the model of texts runs, on a part, behind one that sees images. whole: the micro-batch that was
+    cut last, with its labels shifted."""
 
     choice: Choice
     in_text = False
@@ -159,58 +160,45 @@ class ContextParallel:
     def cut(self, batch: Any, microbatch: int) -> dict[str, Any]:
         """Return this rank's part of a micro-batch, and remember where its tokens lie. Raises BatchError for
         a batch that cannot be cut."""
-        _, part, self._layouts[microbatch] = self._divide(batch)
-        return part
-
-    @contextmanager
-    def forward(self, batch: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any], Division]]:
-        """Yield a micro-batch of the user's own loop with its labels shifted, this rank's part of it, with
-        which the model is called inside, and how it was divided. Raises BatchError for a batch that cannot be
-        cut, or that asks for what a part has no meaning in."""
-        self.at(None)
-        whole, part, layout = self._divide(batch)
-        for name in OF_WHOLE:
-            if whole.get(name):
-                raise BatchError(
-                    f"{name} = {whole[name]!r} asks for keys of whole sequences, of which this rank has a "
-                    "part (mesh.cp, a context.method, or data.pack): leave it out, or load a checkpoint of the "
-                    "model without these"
-                )
-        with at(layout):
-            yield whole, part, self._described([layout])
-        self.check()
-
-    def _divide(self, batch: Any) -> tuple[dict[str, Any], dict[str, Any], Layout]:
-        """Return a micro-batch with its labels shifted, this rank's part of it, and where its tokens lie."""
         main = tokens_of(batch)
         samples, length = main.shape[:2]
         found = documents_of.find(batch, samples, length, self._first)
-        values = shifted(batch, found, self._shifts)
-        layout = Layout.of(found, self._sharing, self._work)
+        self.whole = values = shifted(batch, found, self._shifts)
+        layout = self._layouts[microbatch] = Layout.of(found, self._sharing, self._work)
         if self._text is None:
             if found.plain and self._takes_positions:
                 values["position_ids"] = found.positions.to(main.device)
-            part = {
+            return {
                 name: part_of(name, value, found, layout)
                 for name, value in values.items()
                 if name not in DROPPED
             }
-            return values, part, layout
         if values.get("attention_mask") is None:  # which tells padding of ours from tokens
             values["attention_mask"] = torch.ones(found.of.shape, dtype=torch.long, device=main.device)
-        part = {
+        return {
             name: whole_of(name, value, found, layout, self._filler)
             for name, value in values.items()
             if name not in DROPPED or name == "attention_mask"
         }
-        return values, part, layout
+
+    @contextmanager
+    def forward(self, batch: Any) -> Iterator[dict[str, Any]]:
+        """Yield this rank's part of a micro-batch of the user's own loop, with which the model is called
+        inside. Raises BatchError for a batch that cannot be cut, or that asks for more than a part has."""
+        self.at(None)
+        part = self.cut(batch, 0)
+        if asked := [name for name in OF_KEYS if part.get(name)]:
+            raise BatchError(
+                f"{named(asked)} would be of the keys of whole sequences, which are divided here (mesh.cp > "
+                "1, a context.method, or data.pack): leave it out, or load a checkpoint without these"
+            )
+        with setting(place, self._layouts[0]):
+            yield part
+        self.check()
 
     def division(self, microbatches: int) -> Division:
         """Return how so many micro-batches were divided, which were cut last."""
-        return self._described([self._layouts[each] for each in range(microbatches)])
-
-    def _described(self, layouts: Sequence[Layout]) -> Division:
-        parts = [each.parts for each in layouts]
+        parts = [self._layouts[each].parts for each in range(microbatches)]
         mean = sum(each.mean for each in parts)
         load = sum(each.most for each in parts) / mean if mean else 1.0
         names = dict.fromkeys(each.balance for each in parts)
@@ -220,13 +208,12 @@ class ContextParallel:
 
     def _now(self, what: str) -> Layout:
         """Return where the tokens of the micro-batch are that a module, `what`, is called with."""
-        layout = place.get()
-        if layout is not None and layout.sharing is self._sharing:
+        if (layout := place.get()) is not None and layout.sharing is self._sharing:
             return layout
         if self._at is None:
             raise ModelError(
-                f"{what} was called outside of train_step, eval_step and engine(...), which cut sequences over "
-                "mesh.cp: use these, or load a checkpoint of the model with mesh.cp = 1"
+                f"{what} was called outside of train_step, eval_step and engine(...), which cut sequences "
+                "over mesh.cp: use these, or load a checkpoint of the model with mesh.cp = 1"
             )
         return self._layouts[self._at]
 

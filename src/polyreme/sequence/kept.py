@@ -1,5 +1,5 @@
-"""What a recomputed block needs of its forward under a divided sequence: where the tokens of its micro-batch
-lie, and what attention has from other ranks, so that it is sent once.
+"""What a recomputed block needs of its forward where sequences are divided: where the tokens of its
+micro-batch lie, and what attention has from other ranks, so that it is sent once.
 
 Communication: none."""
 
@@ -16,8 +16,8 @@ Result = tuple[Tensor, ...]
 Run = Callable[[], Result]
 
 place: ContextVar[Any] = ContextVar("place", default=None)
-"""Where the tokens lie (`Layout`) of the forward in a user's own loop that is under way or is recomputed; a
-backward may come after other forwards."""
+"""Where the tokens lie (`Layout`) of a forward in the user's own loop, and of its recomputation, before which
+there may be other forwards."""
 _how: ContextVar[Callable[[Run], Result]] = ContextVar("_how", default=lambda run: run())
 
 
@@ -37,33 +37,24 @@ def keeping(into: list[Result]) -> Iterator[None]:
         into.append(tuple(each.detach() for each in found))
         return found
 
-    with _set(keep):
+    with setting(_how, keep):
         yield
 
 
 @contextmanager
 def giving(kept: Sequence[Result], where: Any) -> Iterator[None]:
-    """Have `once` return what was kept, in the same order, in the recomputation of a block, whose forward had
-    its tokens `where`."""
+    """Have `once` return what was kept, in the same order, in the recomputation of a block, whose tokens lie
+    `where` they did."""
     left = iter(kept)
-    with _set(lambda run: tuple(each.detach() for each in next(left))), at(where):
+    with setting(_how, lambda run: tuple(each.detach() for each in next(left))), setting(place, where):
         yield
 
 
 @contextmanager
-def at(where: Any) -> Iterator[None]:
-    """Set `place` inside."""
-    token = place.set(where)
+def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Give a variable another value inside."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        place.reset(token)
-
-
-@contextmanager
-def _set(how: Callable[[Run], Result]) -> Iterator[None]:
-    token = _how.set(how)
-    try:
-        yield
-    finally:
-        _how.reset(token)
+        variable.reset(token)

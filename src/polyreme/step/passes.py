@@ -27,7 +27,6 @@ from polyreme.step.batch.batches import MicroBatch, filled, is_list, micro_batch
 from polyreme.step.engine_context import EngineContext
 from polyreme.step.loss.graph import Unrecorded, refuse_penalty, untrained_parameters
 from polyreme.step.loss.objective import Objective
-from polyreme.step.loss.whole import whole_loss, with_loss
 from polyreme.step.memory.fit import UNKNOWN, FirstBatch, agreed, derived
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
 from polyreme.step.step import Step, count_elsewhere
@@ -157,23 +156,32 @@ class Passes:
         return part
 
     def call(self, args: Any, kwargs: Any) -> tuple[Any, float | None]:
-        """Return the model's output in the user's own loop; and where its sequences are divided, what the
-        loss of a micro-batch with labels counts as a mean over on this rank."""
+        """Return the model's output in the user's own loop; and where it is of this rank's part of sequences,
+        the weight of the loss of the whole micro-batch, which is in it.
+
+        The mean of the gradients of that loss over the ranks of mesh.cp is the gradient of its value, which
+        all have alike."""
         if self._sequences is None:
             args, kwargs = cast_floating((args, kwargs), None, self._mesh.device)  # type: ignore[misc]
             return self._objective.call(args, kwargs), None
-        batch = args[0] if len(args) == 1 and not kwargs else (args, kwargs) if args else kwargs
-        with self._sequences.forward(batch) as (whole, part, division):
-            # before they are moved, as counting on a device would wait for it
-            labels = huggingface.count_labels(self._objective.model, whole)
-            weight = self._objective.visible_weight(part)
+        given: Any = (args, kwargs) if args and kwargs else args or kwargs
+        batch, axis = args[0] if given is args and len(args) == 1 else given, self._mesh.cp
+        with self._sequences.forward(batch) as part:
             output = self._objective.call((), cast_floating(part, None, self._mesh.device))  # type: ignore[arg-type]
         if torch.is_grad_enabled():
-            self._settings.batches.division = division
-        if labels is None:
+            self._settings.batches.division = self._sequences.division(1)
+        if (labels := huggingface.count_labels(self._objective.model, self._sequences.whole)) is None:
             return output, None
-        loss_sum, _ = self._loss(output, part, weight)
-        return with_loss(output, whole_loss(loss_sum, labels, self._mesh.cp)), labels / self._mesh.cp.size
+        share = self._loss(output, part, None)[0] * (axis.size / max(labels, 1))
+        total = share.detach().double()
+        axis.all_reduce(total).wait()
+        value = (total / (axis.size if labels else 0)).to(share.dtype)
+        # the sum, of one number, hides from `weight_of` what a share is a mean over
+        loss = (value + (share - share.detach())).sum()
+        output = (
+            (loss, *output[1:]) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
+        )
+        return output, labels / axis.size
 
     def _end_sequences(self) -> None:
         if self._sequences is not None:

@@ -203,9 +203,10 @@ class UserLoop:
     def _weight_of_batch(self, loss: Any, forward: Forward, output: Any) -> float:
         """Return the number of labels or samples that a loss is a mean over, counted in the batch."""
         weight = self._weight(forward)
-        if forward.weight is not None:  # the loss was checked as it was computed
-            return weight
-        if loss is getattr(output, "loss", None) or (isinstance(loss, Tensor) and has_cross_entropy(loss)):
+        is_mean = loss is getattr(output, "loss", None) or (
+            isinstance(loss, Tensor) and has_cross_entropy(loss)
+        )
+        if forward.weight is None and is_mean:  # else it was checked when it was counted
             self._objective.check_own(loss, weight)
         return weight
 
