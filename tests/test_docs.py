@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted(p for p in (ROOT / "examples").iterdir() if p.is_file())
 RANKS = {
+    "context.md": 2,
     "README.md": 2,
     "docs/zero.md": 2,
     "docs/mesh.md": 2,
@@ -42,6 +43,7 @@ RANKS = {
     "docs/tensor.md": 2,
     "docs/verify.md": 2,
     "docs/checkpoint.md": 2,
+    "docs/context.md": 2,
     "docs/from-pytorch.md": 2,
     "docs/from-fsdp.md": 2,
 }

@@ -111,7 +111,8 @@ def test_a_loop_of_the_users_own_is_a_plain_one(
 
 
 def penalised(rank: int, world: int, backward: Callable[[Any, Tensor], object]) -> list[Any]:
-    """Losses with a term of weights, where the second micro-batch has no label, and the first few."""
+    """Losses with a term of weights, then scaled ones; the second micro-batch has no label, the first has
+    few."""
     found: list[Any] = []
     with polyreme.initialize(model_of("llama"), settings({"cp": world}, zero={"stage": 1})) as engine, Wide():
         for step in range(2):
@@ -120,13 +121,14 @@ def penalised(rank: int, world: int, backward: Callable[[Any, Tensor], object]) 
             for micro in micro_batches(batch, engine):
                 loss = engine(**micro).loss
                 found.append(loss.item())
-                backward(engine, loss + 0.1 * engine.module.lm_head.weight.square().mean())
+                term = 0.1 * engine.module.lm_head.weight.square().mean()
+                backward(engine, 1.5 * loss if step else loss + term)
             result = engine.step()
             found += [result.loss, result.grad_norm]
         return found
 
 
-def test_terms_beside_the_loss_count_once() -> None:
+def test_a_loss_made_of_the_models_own_counts_once() -> None:
     expected = threads.run(1, penalised, polyreme.Engine.backward)[0]
     assert not math.isnan(expected[-1])
     for backward in (polyreme.Engine.backward, lambda engine, loss: loss.backward()):
