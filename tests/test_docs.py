@@ -35,7 +35,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted(p for p in (ROOT / "examples").iterdir() if p.is_file())
 RANKS = {
-    "context.md": 2,
     "README.md": 2,
     "docs/zero.md": 2,
     "docs/mesh.md": 2,
