@@ -42,6 +42,7 @@ RANKS = {
     "docs/tensor.md": 2,
     "docs/verify.md": 2,
     "docs/checkpoint.md": 2,
+    "docs/context.md": 2,
     "docs/from-pytorch.md": 2,
     "docs/from-fsdp.md": 2,
 }

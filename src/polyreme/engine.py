@@ -45,7 +45,7 @@ from polyreme.step.memory import report
 from polyreme.step.memory.activations import Activations
 from polyreme.step.memory.out_of_memory import explains_out_of_memory
 from polyreme.step.passes import EvalResult
-from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
+from polyreme.step.precision import AUTOCAST, DTYPES, master_dtype
 from polyreme.step.sentinels import Spikes
 from polyreme.step.settings import (
     first_batch,
@@ -205,25 +205,27 @@ class Engine(ModuleFace):
         """Return `function(output, micro-batch)` for each micro-batch of `batch` (as in `eval_step`) on the
         last pipeline stage, and an empty list on other ranks. No gradients, and the modules are in evaluation
         mode meanwhile. All ranks must call."""
-        _refuse_parts(self._training, "eval_outputs")
+        _refuse_parts(self._training)
         return self._followed().passes.outputs(self.module, batch, function)
 
     # ---- the loop people already have
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for one micro-batch. Floating-point inputs are cast to the compute dtype,
-        `labels` are not."""
-        _refuse_stages(self._training)
+        `labels` are not.
+
+        Of a mapping whose sequences mesh.cp divides, the loss is that of the whole micro-batch, and logits
+        and hidden states are those of this rank's part. All ranks of a cp line call then, with the same."""
+        _refuse_stages(self.mesh)
         training = self._followed()
         training.passes.enter(0, 0)
         # before the batch is copied to the device
         batch = kwargs or (args[0] if len(args) == 1 and not isinstance(args[0], list) else args)
         self._comparison.compare(batch, self.state.step)
-        args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]
         use: RandomUse = "forward" if torch.is_grad_enabled() else "look"
         drawing = training.context.randomness.inside(self.state.step, use)
         with training.passes.autocast(), training.loop.inside(batch) as forward, drawing:
-            output = training.objective.call(args, kwargs)
+            output, forward.weight = training.passes.call(args, kwargs)
         # outside of autocast, as the caller may compute the loss there
         if self.config.precision.compute in AUTOCAST:
             output = training.objective.cast(output)
@@ -559,8 +561,8 @@ for _name in ("train_step", "eval_step", "eval_outputs"):
 
 _CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
 _PARTS = (
-    "{} has the output of this rank's part of each sequence alone (mesh.cp > 1, a context.method, or "
-    "data.pack): use train_step and eval_step"
+    "eval_outputs has the output of this rank's part of each sequence alone (mesh.cp > 1, a context.method, "
+    "or data.pack): use eval_step, or engine(batch) under torch.no_grad(), whose logits are of that part"
 )
 _CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"
 _BEFORE_BACKWARD = (
@@ -580,15 +582,14 @@ _FROZEN = (
 )
 
 
-def _refuse_stages(training: Training) -> None:
-    if training.context.mesh.pp.size > 1:
+def _refuse_stages(mesh: Mesh) -> None:
+    if mesh.pp.size > 1:
         raise BatchError(_CUT)
-    _refuse_parts(training, "engine(...)")
 
 
-def _refuse_parts(training: Training, what: str) -> None:
+def _refuse_parts(training: Training) -> None:
     if training.context.sequences is not None:
-        raise BatchError(_PARTS.format(what))
+        raise BatchError(_PARTS)
 
 
 def _refuse_closed(module: nn.Module, *_: object) -> None:

@@ -7,7 +7,8 @@ Communication: that of `methods` in each attention, and of `mixers` in each mixe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.config.schema import ContextSection
 from polyreme.distributed.mesh import Axis, Mesh
-from polyreme.errors import ModelError, named
+from polyreme.errors import BatchError, ModelError, named
 from polyreme.models.attention import (
     Temperature,
     chunk_of,
@@ -40,6 +41,7 @@ from polyreme.sequence import documents as documents_of
 from polyreme.sequence.batches import part_of, shifted, tokens_of, whole_of
 from polyreme.sequence.choice import Choice, choose, neighbours, refuse
 from polyreme.sequence.documents import DROPPED
+from polyreme.sequence.kept import place, setting
 from polyreme.sequence.layout import Layout, Sharing
 from polyreme.sequence.methods import attention
 from polyreme.sequence.parts import Work
@@ -52,6 +54,9 @@ MASKED = "polyreme_context_masked"
 
 CACHES = ("cache", "past_key_values", "cache_params")
 """Arguments of mixers with their states so far."""
+
+OF_KEYS = ("use_cache", "past_key_values", "output_attentions")
+"""Arguments of models that give keys, or ask for what is of them."""
 
 _owners: WeakKeyDictionary[nn.Module, ContextParallel] = WeakKeyDictionary()
 _owners_of_configs: dict[int, ContextParallel] = {}
@@ -71,7 +76,8 @@ class Division:
 
 class ContextParallel:
     """The division of one engine's sequences over `mesh.cp`. choice: how its attention is computed.
-    in_text: the model of texts runs, on a part, behind one that sees images."""
+    in_text: the model of texts runs, on a part, behind one that sees images. whole: the micro-batch that was
+    cut last, with its labels shifted."""
 
     choice: Choice
     in_text = False
@@ -157,7 +163,7 @@ class ContextParallel:
         main = tokens_of(batch)
         samples, length = main.shape[:2]
         found = documents_of.find(batch, samples, length, self._first)
-        values = shifted(batch, found, self._shifts)
+        self.whole = values = shifted(batch, found, self._shifts)
         layout = self._layouts[microbatch] = Layout.of(found, self._sharing, self._work)
         if self._text is None:
             if found.plain and self._takes_positions:
@@ -175,6 +181,21 @@ class ContextParallel:
             if name not in DROPPED or name == "attention_mask"
         }
 
+    @contextmanager
+    def forward(self, batch: Any) -> Iterator[dict[str, Any]]:
+        """Yield this rank's part of a micro-batch of the user's own loop, with which the model is called
+        inside. Raises BatchError for a batch that cannot be cut, or that asks for more than a part has."""
+        self.at(None)
+        part = self.cut(batch, 0)
+        if asked := [name for name in OF_KEYS if part.get(name)]:
+            raise BatchError(
+                f"{named(asked)} would be of the keys of whole sequences, which are divided here (mesh.cp > "
+                "1, a context.method, or data.pack): leave it out, or load a checkpoint without these"
+            )
+        with setting(place, self._layouts[0]):
+            yield part
+        self.check()
+
     def division(self, microbatches: int) -> Division:
         """Return how so many micro-batches were divided, which were cut last."""
         parts = [self._layouts[each].parts for each in range(microbatches)]
@@ -187,10 +208,12 @@ class ContextParallel:
 
     def _now(self, what: str) -> Layout:
         """Return where the tokens of the micro-batch are that a module, `what`, is called with."""
+        if (layout := place.get()) is not None and layout.sharing is self._sharing:
+            return layout
         if self._at is None:
             raise ModelError(
-                f"{what} was called outside of train_step and eval_step, which cut sequences over mesh.cp: "
-                "use these, or load a checkpoint of the model with mesh.cp = 1"
+                f"{what} was called outside of train_step, eval_step and engine(...), which cut sequences "
+                "over mesh.cp: use these, or load a checkpoint of the model with mesh.cp = 1"
             )
         return self._layouts[self._at]
 

@@ -1,5 +1,5 @@
-"""What attention has from other ranks, kept from the forward of a recomputed block to its recomputation, so
-that it is sent once.
+"""What a recomputed block needs of its forward where sequences are divided: where the tokens of its
+micro-batch lie, and what attention has from other ranks, so that it is sent once.
 
 Communication: none."""
 
@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor
 
 Result = tuple[Tensor, ...]
 Run = Callable[[], Result]
 
+place: ContextVar[Any] = ContextVar("place", default=None)
+"""Where the tokens lie (`Layout`) of a forward in the user's own loop, and of its recomputation, before which
+there may be other forwards."""
 _how: ContextVar[Callable[[Run], Result]] = ContextVar("_how", default=lambda run: run())
 
 
@@ -33,22 +37,24 @@ def keeping(into: list[Result]) -> Iterator[None]:
         into.append(tuple(each.detach() for each in found))
         return found
 
-    with _set(keep):
+    with setting(_how, keep):
         yield
 
 
 @contextmanager
-def giving(kept: Sequence[Result]) -> Iterator[None]:
-    """Have `once` return what was kept, in the same order, in the recomputation of a block."""
+def giving(kept: Sequence[Result], where: Any) -> Iterator[None]:
+    """Have `once` return what was kept, in the same order, in the recomputation of a block, whose tokens lie
+    `where` they did."""
     left = iter(kept)
-    with _set(lambda run: tuple(each.detach() for each in next(left))):
+    with setting(_how, lambda run: tuple(each.detach() for each in next(left))), setting(place, where):
         yield
 
 
 @contextmanager
-def _set(how: Callable[[Run], Result]) -> Iterator[None]:
-    token = _how.set(how)
+def setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Give a variable another value inside."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _how.reset(token)
+        variable.reset(token)

@@ -78,7 +78,7 @@ class Passes:
             enter=lambda action: self.enter(action.stage, action.microbatch or 0, self._coming[action]),
             forward=self._output,
             loss=self._take,
-            root=lambda each, loss: step.root(loss[0], loss[1], *self._counts(each)),
+            root=lambda each, loss: step.root(loss[0], loss[1], each.tokens, each.samples),
             differentiate=self._differentiate,
             look=self._plain_output,
         )
@@ -132,7 +132,7 @@ class Passes:
         ]
         if not self._pipeline.has_loss and self._pipeline.counts(self._mesh.pp):  # on a simulated rank
             for each in moved:
-                count_elsewhere(self._step, each.weight or each.samples, *self._counts(each))
+                count_elsewhere(self._step, each.weight or each.samples, each.tokens, each.samples)
         try:
             with self._row(moved) as row:
                 yield row
@@ -155,14 +155,37 @@ class Passes:
         self._sequences.at(microbatch)
         return part
 
+    def call(self, args: Any, kwargs: Any) -> tuple[Any, float | None]:
+        """Return the model's output in the user's own loop; and where it is of this rank's part of sequences,
+        the weight of the loss of the whole micro-batch, which is in it.
+
+        The mean of the gradients of that loss over the ranks of mesh.cp is the gradient of its value, which
+        all have alike."""
+        if self._sequences is None:
+            args, kwargs = cast_floating((args, kwargs), None, self._mesh.device)  # type: ignore[misc]
+            return self._objective.call(args, kwargs), None
+        given: Any = (args, kwargs) if args and kwargs else args or kwargs
+        batch, axis = args[0] if given is args and len(args) == 1 else given, self._mesh.cp
+        with self._sequences.forward(batch) as part:
+            output = self._objective.call((), cast_floating(part, None, self._mesh.device))  # type: ignore[arg-type]
+        if torch.is_grad_enabled():
+            self._settings.batches.division = self._sequences.division(1)
+        if (labels := huggingface.count_labels(self._objective.model, self._sequences.whole)) is None:
+            return output, None
+        share = self._loss(output, part, None)[0] * (axis.size / max(labels, 1))
+        total = share.detach().double()
+        axis.all_reduce(total).wait()
+        value = (total / (axis.size if labels else 0)).to(share.dtype)
+        # the sum, of one number, hides from `weight_of` what a share is a mean over
+        loss = (value + (share - share.detach())).sum()
+        output = (
+            (loss, *output[1:]) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
+        )
+        return output, labels / axis.size
+
     def _end_sequences(self) -> None:
         if self._sequences is not None:
             self._sequences.at(None)
-
-    def _counts(self, micro_batch: MicroBatch) -> tuple[float, float]:
-        """Return the tokens and samples that this rank counts, of those that ranks of mesh.cp share."""
-        first = self._mesh.cp.alone()
-        return micro_batch.tokens * first, micro_batch.samples * first
 
     def _row(self, micro_batches: Sequence[MicroBatch]) -> Row:
         shapes, place = [_shapes(each.batch) for each in micro_batches], self._pipeline

@@ -149,16 +149,17 @@ class StepSums:
         whether it has news of buffers. written: 1 where its parameters were written to from outside.
         progress: of the training. Raises ModelError where that, or the optimizer's options, differ."""
         mesh, factor = self.mesh, self._factor
+        of_line = factor * mesh.cp.alone()  # of what ranks of mesh.cp share, each has all
         own = [
             self._weight * factor,
             missing,
-            self._tokens * factor,
+            self._tokens * of_line,
             self.hint * factor * mesh.loss.alone(),
             float(flags.stop),
             float(flags.unsaved),
             float(self._unseen),
             float(news),
-            self._samples * factor,
+            self._samples * of_line,
         ]
         counts = torch.tensor(own, dtype=torch.float64, device=self.device)
         of_options = fingerprint(self.options, progress) if mesh.world_size > 1 else 0.0

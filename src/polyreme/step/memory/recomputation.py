@@ -24,7 +24,7 @@ from polyreme.errors import ConfigError, Problem, warn
 from polyreme.models.huggingface import tensors_in
 from polyreme.models.patches import InPlace, Patches
 from polyreme.offload.activations import ActivationOffload, BlockCall
-from polyreme.sequence.kept import Result, giving, keeping
+from polyreme.sequence.kept import Result, giving, keeping, place
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Contexts of the forward of a block and of its recomputation."""
@@ -170,14 +170,14 @@ def _recomputed(
         tensors = tensors_in((args, kwargs)) if offload is None else [offload.marker]
         # each run empties it, so that it does not keep the inputs alive
         buffers, times, given = (_Buffers(block), itertools.count(), [(args, kwargs)])
-        exchanged = _Exchanged(offload)
+        exchanged, where = _Exchanged(offload), place.get()
 
         def run(*_: Tensor) -> Any:
             positional, named = given.pop()
             if next(times) == 0:
                 with buffers.watched(), keeping(exchanged.results):
                     return forward(*positional, **named)
-            with buffers.put_back(), giving(exchanged.results):
+            with buffers.put_back(), giving(exchanged.results, where):
                 return forward(*positional, **named)
 
         def before_again() -> None:

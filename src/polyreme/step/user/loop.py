@@ -48,6 +48,8 @@ class Forward:
     """Steps before it, and times that weights were set by hand."""
     counted: bool = False
     """True if its backward has come."""
+    weight: float | None = None
+    """The number that a mean loss of it is over, where the engine has counted it."""
 
 
 class UserLoop:
@@ -100,7 +102,7 @@ class UserLoop:
         try:
             weight = self._weight_of_loss(loss, forward.batch, output)
             if weight is None:
-                weight = self._weight_of_batch(loss, forward.batch, output)
+                weight = self._weight_of_batch(loss, forward, output)
             self._announced = float(weight)
         except BatchError as error:  # the loss may not be of this engine
             self._announced = error
@@ -148,13 +150,13 @@ class UserLoop:
         if weight is None:
             self._refuse_more(forward.batch)
             own = self._weight_of_loss(loss, forward.batch, output)
-            weight = self._weight_of_batch(loss, forward.batch, output) if own is None else own
+            weight = self._weight_of_batch(loss, forward, output) if own is None else own
         loss_sum, weight = self._objective.sum_of(loss, weight, output)
         self._step.backward(loss_sum, weight, *self._size(forward), last, keep)
         if not said and weight and self._reached is None and self._called_module:
             raise BatchError(_OF_MODULE)
         if not said and own is None and self._reached not in (None, forward):
-            self._check_weight(self._reached.batch, weight)
+            self._check_weight(self._reached, weight)
         if last:
             self._count(self._reached or forward, keep and self._repeats)
         self._reached = None
@@ -170,13 +172,16 @@ class UserLoop:
             return 0, 0
         return count_tokens(forward.batch), samples_of(forward.batch, self._batches.now)
 
-    def _weight_alone(self, batch: Any) -> float:
+    def _weight_alone(self, forward: Forward) -> float:
         """Return the weight of a backward whose loss is not known."""
-        return self._step.order.plan.own if self._alike else self._objective.weight(batch)
+        return self._step.order.plan.own if self._alike else self._weight(forward)
 
-    def _check_weight(self, batch: Any, weight: float) -> None:
-        """Raise BatchError where a loss of the micro-batch `batch` was weighted as one of another weight."""
-        if (right := self._objective.weight(batch)) != weight:
+    def _weight(self, forward: Forward) -> float:
+        return self._objective.weight(forward.batch) if forward.weight is None else forward.weight
+
+    def _check_weight(self, forward: Forward, weight: float) -> None:
+        """Raise BatchError where a loss of `forward` was weighted as one of another weight."""
+        if (right := self._weight(forward)) != weight:
             raise BatchError(
                 "the loss is of a forward before the last one, by whose "
                 f"micro-batch it was weighted ({weight:g} labels or samples, not "
@@ -195,10 +200,13 @@ class UserLoop:
         refuse_scaled(loss, own, batching.accumulation, samples_of(batch, batching))
         return weight_of(loss)
 
-    def _weight_of_batch(self, loss: Any, batch: Any, output: Any) -> float:
+    def _weight_of_batch(self, loss: Any, forward: Forward, output: Any) -> float:
         """Return the number of labels or samples that a loss is a mean over, counted in the batch."""
-        weight = self._objective.weight(batch)
-        if loss is getattr(output, "loss", None) or (isinstance(loss, Tensor) and has_cross_entropy(loss)):
+        weight = self._weight(forward)
+        is_mean = loss is getattr(output, "loss", None) or (
+            isinstance(loss, Tensor) and has_cross_entropy(loss)
+        )
+        if forward.weight is None and is_mean:  # else it was checked when it was counted
             self._objective.check_own(loss, weight)
         return weight
 
@@ -288,7 +296,7 @@ class UserLoop:
             announced = self._announced if last is not None and forward is last[0] else None
             if isinstance(announced, BatchError):
                 raise announced
-            weight = self._weight_alone(forward.batch) if announced is None else announced
+            weight = self._weight_alone(forward) if announced is None else announced
             tokens, samples = self._size(forward)
             self._count(forward)
             self._step.enter(weight, tokens, samples, self._loss)
