@@ -64,6 +64,7 @@ def test_a_given_layout_is_shown_at_80_columns(folder: Path) -> None:
     assert json.loads((folder / "plan.json").read_text("utf-8"))["traceEvents"]
     assert "the step by streams" in said and " axis tp " in said and " bubble " in said
     assert "4 ranks of " in said and "a step takes " in said and "all_reduce" in said and "rank 1 " in said
+    assert "checkpoints of " in said and "a checkpoint; to save" in (folder / "plan.html").read_text("utf-8")
     assert max(map(len, said.splitlines())) <= 80
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from polyreme.checkpoint.collective_errors import collectively
 from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.checkpoint.reader import Need, Preloaded, preload
-from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
+from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo, Tensors
 from polyreme.checkpoint.writer import combine
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import named
@@ -78,7 +78,7 @@ def verify(source: Source, needed: Iterable[Need], axis: Axis) -> Source:
 
 
 def needs(
-    source: Source,
+    tensors: Tensors,
     name: str,
     cut: Cut,
     rank: int,
@@ -87,15 +87,15 @@ def needs(
     targets: Mapping[str, Tensor],
     at: int,
 ) -> Iterator[Need]:
-    """List, for `verify`, the elements that will be read of a tensor of the source, of all its kinds, for the
+    """List, for `verify`, the elements that will be read of one of a source's tensors, of all kinds, for the
     elements [start, stop) of the flattened slice that tensor-parallel rank `rank` has of it. Of a state with
     another shape than the tensor's: all of it. targets: by kind, flat memory that gets those elements from
     its element `at` on."""
     own = strided_ranges(cut, rank, start, stop)
-    for kind, tensors in source.tensors.items():
-        if name not in tensors or (kind == MODEL and name in source.tensors.get(MASTER, {})):
+    for kind, infos in tensors.items():
+        if name not in infos or (kind == MODEL and name in tensors.get(MASTER, {})):
             continue
-        shape, dtype = tensors[name]
+        shape, dtype = infos[name]
         is_alike = shape == cut.shape
         target = targets.get(kind)
         into = target if target is not None and target.dtype == dtype and is_alike else None

@@ -27,7 +27,7 @@ from polyreme.checkpoint.collective_errors import collectively
 from polyreme.checkpoint.direct_reader import DirectFile, cover
 from polyreme.checkpoint.files import fill
 from polyreme.checkpoint.formats.huggingface import Directory
-from polyreme.checkpoint.sources import TensorInfo
+from polyreme.checkpoint.sources import TensorInfo, Tensors
 from polyreme.checkpoint.writer import combine
 from polyreme.distributed.mesh import Axis
 from polyreme.files.direct_io import ALIGNMENT, HUGE_PAGE, aligned
@@ -129,6 +129,19 @@ def preload(source: Directory, needed: Iterable[Need], axis: Axis) -> Preloaded:
         }
     source.compare(_combined(collectively(axis, lambda: _read_ranges(source, own, preloaded))))
     return preloaded
+
+
+def kept_bytes(tensors: Tensors, needed: Iterable[Need]) -> int:
+    """Return the most bytes of host memory that `preload` keeps, beside what is named as `into`: where this
+    rank reads all that it needs, and there is room. tensors: those of the source."""
+    ranges: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for need in needed:
+        if need.into is None:
+            ranges.setdefault(need[:2], []).append(need[2:4])
+    kept = 0
+    for (kind, name), each in ranges.items():
+        kept += tensors[kind][name].dtype.itemsize * sum(end - begin for begin, end in union(each))
+    return kept
 
 
 def _nbytes(ranges: Iterable[Range]) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from polyreme.checkpoint import checksum, manifest, ownership
 from polyreme.checkpoint.collective_errors import collectively, reason
-from polyreme.checkpoint.copy_on_write import BackgroundAccess
+from polyreme.checkpoint.copy_on_write import BLOCK, BackgroundAccess
 from polyreme.checkpoint.manifest import File, Resume
 from polyreme.checkpoint.run_directory import RUN_CLAIM, exchange, sync
 from polyreme.checkpoint.safetensors import CODES, DTYPES
-from polyreme.checkpoint.sources import MODEL, TensorInfo
-from polyreme.checkpoint.writer import FileLayout, Name, Writer, combine
+from polyreme.checkpoint.sources import MODEL, TensorInfo, Tensors
+from polyreme.checkpoint.writer import BUFFERS, PACKERS, FileLayout, Name, Writer, combine
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.watch import BACKGROUND
 from polyreme.distributed.world import Resource, current
@@ -182,18 +182,64 @@ class Saver:
             access.give_back()
 
 
+class CheckpointBytes(NamedTuple):
+    """What checkpoints take of a rank at most, in bytes, beside what is there between steps. save: of host
+    memory, for a save that training waits for. background: for one that it does not wait for, the most of
+    which is taken where the next update comes before anything is written. load, load_device: to load one, of
+    host memory and of the device's. files: all files of tensors together."""
+
+    save: int
+    background: int
+    files: int
+    load: int = 0
+    load_device: int = 0
+
+
+def tensors_like(
+    regions: Sequence[Region], shapes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, Collection[str]]
+) -> dict[str, dict[str, TensorInfo]]:
+    """Return the tensors of a checkpoint, by kind and name, of which this rank has some `regions`. shapes: of
+    the weights, by their names in it. kinds: what a weight has, where that is not all that any has."""
+    forms = {r.kind: (r.data.dtype, bool(r.whole)) for r in sorted(regions, key=lambda r: len(r.whole))}
+    found: dict[str, dict[str, TensorInfo]] = {MODEL: {}}
+    for kind, (dtype, is_whole) in forms.items():
+        names = (name for name in shapes if kind in kinds.get(name, forms))
+        found[kind] = {name: TensorInfo(shapes[name] if is_whole else (), dtype) for name in names}
+    return found
+
+
+def needed(payload: Payload, tensors: Tensors, ranks: int) -> CheckpointBytes:
+    """Return what it takes to save the payload of one of so many ranks, where its host has room. tensors:
+    those of the whole checkpoint, by their names in it."""
+    layout = FileLayout.of(tensors, payload.limit, payload.weights)
+    jobs = len(Writer(layout, Path()).jobs((*_regions(payload), *_buffers(payload))))
+    files = sum(layout.sizes) + sum(map(len, layout.indices.values()))
+    stored = any(isinstance(each.data, Stored) for each in payload.regions)
+    alone = payload.shared_files or ranks == 1
+    # who collects has the block that is written, and the next one
+    host = BLOCK * (min(jobs, BUFFERS) + PACKERS * stored if alone else 2)
+    copied = sum(tensor.nbytes for tensor in _copied(payload)) + (BLOCK * jobs if alone else host)
+    return CheckpointBytes(host, host if stored else copied, files)
+
+
 def _copied(payload: Payload) -> Iterator[Tensor]:
     """The tensors to copy before a save in the background: those that may change without notice (buffers in a
-    forward, parameters by a script); all of them where ranks wait for each other in writing."""
+    forward, parameters by a script); and all of them where ranks wait for each other in writing."""
     yield from (buffer for _, buffer in payload.buffers)
     for region in payload.regions:
-        if isinstance(region.data, Tensor) and (not payload.shared_files or _is_shown(region.data, payload)):
-            yield region.data
+        if isinstance(region.data, Tensor):
+            yield from [region.data] * (_is_shown(region.data, payload) + (not payload.shared_files))
 
 
 def _is_shown(data: Tensor, payload: Payload) -> bool:
     """Whether the tensor shares its memory with a parameter that scripts see."""
-    return data.untyped_storage().data_ptr() in payload.storages
+    return address(data) in payload.storages
+
+
+def address(tensor: Tensor) -> int:
+    """Return a number that only tensors of one memory share, on the meta device, too."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata
 
 
 def apart(payload: Payload) -> Payload:
@@ -255,12 +301,7 @@ class _Save:
         """All ranks must call."""
         self._path, self._payload, self._axis = path, payload, axis
         self._unfinished = path.with_name(path.name + ".tmp")
-        self._regions = [
-            ((region.kind, payload.saved_name(region.names)), region) for region in payload.regions
-        ]
-        buffers = [
-            ((MODEL, payload.saved_name(names)), _whole(names, buffer)) for names, buffer in payload.buffers
-        ]
+        self._regions, buffers = _regions(payload), _buffers(payload)
         mine = [
             [*name, list(region.whole), CODES.get(region.data.dtype, str(region.data.dtype))]
             for name, region in (*self._regions, *buffers)
@@ -333,6 +374,14 @@ class _Save:
         """Release the claim on the unfinished folder."""
         if self._claim is not None:
             self._claim.close()
+
+
+def _regions(payload: Payload) -> list[tuple[Name, Region]]:
+    return [((region.kind, payload.saved_name(region.names)), region) for region in payload.regions]
+
+
+def _buffers(payload: Payload) -> list[tuple[Name, Region]]:
+    return [((MODEL, payload.saved_name(names)), _whole(names, buffer)) for names, buffer in payload.buffers]
 
 
 def _whole(names: Sequence[str], buffer: Tensor) -> Region:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyreme.layout.region import MASTER, MODEL
 
-__all__ = ["MASTER", "MODEL", "Source", "TensorInfo"]
+__all__ = ["MASTER", "MODEL", "Source", "TensorInfo", "Tensors"]
 
 
 class TensorInfo(NamedTuple):
@@ -25,14 +25,17 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
 
 
+Tensors = Mapping[str, Mapping[str, TensorInfo]]
+"""The shape and dtype of each tensor, by kind and name."""
+
+
 class Source(Protocol):
     """An open checkpoint. Names are those of the model's own parameters and buffers, the same for every kind.
 
     A state that is one number for a parameter, such as `step`, has the shape ()."""
 
     path: Path
-    tensors: Mapping[str, Mapping[str, TensorInfo]]
-    """The shape and dtype of each tensor, by kind and name."""
+    tensors: Tensors
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """Return the elements [start, stop) of the flattened whole tensor: 1-D, on the CPU, in the

@@ -141,7 +141,7 @@ class Writer:
         """Write the elements that this rank owns of `regions`, while `access` lets it read them. Returns, for
         each file that it wrote to, its contribution to the checksum. stream: for copies from a GPU. beside:
         called by this thread while others write. room: bytes for copies once the owner wants its memory."""
-        jobs = self._jobs(regions)
+        jobs = self.jobs(regions)
         self._left = Counter(file for file, _ in jobs)
         try:
             JobQueue((job for _, job in jobs), access, stream, BUFFERS, room).perform(
@@ -151,7 +151,7 @@ class Writer:
             self._close()
         return self._found
 
-    def _jobs(self, regions: Iterable[tuple[Name, Region]]) -> list[tuple[int, Job]]:
+    def jobs(self, regions: Iterable[tuple[Name, Region]]) -> list[tuple[int, Job]]:
         """List the writes to perform, each with the number of its file, file after file, so that each file is
         soon complete."""
         single: list[tuple[FilePosition, StridedRange, Region]] = []

@@ -193,6 +193,7 @@ def _details(made: Plan, details: Details) -> Iterator[RenderableType]:
         line.append(f"waits for {told}\n")
     yield line
     yield _traffic(details.worst)
+    yield _checkpoints(details.traces)
     if step.seconds:
         yield _streams(over_time.kinds(details, made.cluster))
     if details.config.mesh.pp > 1 and len(details.worst.row) <= 256:
@@ -279,6 +280,18 @@ def _traffic(trace: RankTrace) -> Table:
     return table
 
 
+def _checkpoints(traces: Sequence[RankTrace]) -> Table:
+    """Return what checkpoints take of each kind of rank."""
+    took = {each.rank: each.checkpoint for each in traces if each.checkpoint is not None}
+    title = f"checkpoints of {binary(next(iter(took.values())).files)}: memory for them, at most"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("rank", "save, host", "in the background", "load, host", "device"):
+        table.add_column(name, justify="right")
+    for rank, each in took.items():
+        table.add_row(str(rank), *map(binary, (each.save, each.background, each.load, each.load_device)))
+    return table
+
+
 def _choice(made: Plan) -> Iterator[RenderableType]:
     found = made.found
     if found.best:
@@ -340,6 +353,7 @@ def _plain(answer: Answer) -> dict[str, Any]:
             "taken": taken(each.memory, made.details.device), "by_category": each.memory.by_category,
             "module": each.memory.module, "host": each.memory.host, "files": each.memory.files,
             "traffic": each.traffic, "flops": asdict(each.flops),
+            "checkpoint": each.checkpoint and each.checkpoint._asdict(),
         }
         for each in made.details.traces
     ]  # fmt: skip

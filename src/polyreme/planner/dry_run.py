@@ -13,12 +13,18 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from polyreme.checkpoint.load import Match
+from polyreme.checkpoint.reader import BLOCK, THREADS, kept_bytes
+from polyreme.checkpoint.save import CheckpointBytes, needed, tensors_like
+from polyreme.checkpoint.sources import MASTER, MODEL, TensorInfo
 from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh, SimulatedMesh
 from polyreme.engine import Engine
@@ -33,6 +39,7 @@ from polyreme.planner.flops import Flops
 from polyreme.planner.recorder import Block, Phase, Recorded, Recorder
 from polyreme.planner.trace import CATEGORIES, Category, Collective, MemoryTrace, Moment, RankTrace, Segment
 from polyreme.simulation import META, simulated
+from polyreme.step.state.engine_state import needs, payload, take
 
 STEPS = 2
 """Steps on a simulated rank: the last one is recorded, when optimizer states and pooled buffers are there."""
@@ -50,13 +57,14 @@ def dry_run(
     batch: MakeBatch | None = None,
     device: torch.device | str = "cpu",
     loss_fn: Any = None,
+    hosts: int = 1,
     **given: Any,
 ) -> RankTrace:
     """Return what rank `rank` of the run of `config`, which is resolved, does in a step on `device`.
 
     model: a function that builds it, or what else `initialize` takes that takes no memory. batch: by default
-    that of a Hugging Face model of texts or images, of `data.sequence` tokens. given: more arguments of
-    `initialize`. Raises what `initialize` would."""
+    that of a Hugging Face model of texts or images, of `data.sequence` tokens. hosts: over which the
+    ranks are spread. given: more arguments of `initialize`. Raises what `initialize` would."""
     if batch is not None and not callable(batch):
         raise ModelError(f"batch is a {type(batch).__name__}: give a function that makes so many samples")
     stands_for, whole = torch.device(device), config
@@ -67,7 +75,41 @@ def dry_run(
         with attention_of(stands_for.type):
             for _ in range(STEPS - 1):
                 engine.train_step(share)
-            return recorded_step(engine, share, whole)
+            trace = recorded_step(engine, share, whole)
+            return replace(trace, checkpoint=_checkpoint(engine, hosts))
+
+
+def _checkpoint(engine: Engine, hosts: int) -> CheckpointBytes:
+    """Return what checkpoints take of a simulated rank: of saves what `checkpoint` says of this rank's
+    payload, of the device what the engine's own load takes of it, where it reads nothing."""
+    state, mesh = engine._training.engine_state, engine.mesh
+    placement, own = state.placement, payload(state, None, {}, {})
+    parameters, scalars = placement.division.parameters, dict[str, Any]()
+    buckets = {each: [*placement.named(each)] for each in placement.buckets}
+    saved = {name: state.saved_name([name]) for name in parameters}
+    saved |= {n: state.saved_name(names) for each in buckets.values() for names, _ in each for n in names}
+    kinds = {saved[names[0]]: {MODEL} for each in buckets.values() for names, _ in each}
+    for each in state.optimizers:
+        for names, slot in buckets[each.bucket]:
+            states = each.state.shapes(slot)
+            kinds[saved[names[0]]] |= {MASTER, *states}
+            scalars[names[0]] = {kind: 1.0 for kind, shape in states.items() if shape is None} or None
+    shapes = {saved[name]: each.cut.shape for name, each in parameters.items()}
+    tensors = tensors_like(own.regions, shapes, kinds)
+    for names, buffer in state.buffers():
+        saved[names[0]] = state.saved_name(names)
+        tensors[MODEL][saved[names[0]]] = TensorInfo(tuple(buffer.shape), buffer.dtype)
+    with recorded(engine) as recorder:
+        new = {each.bucket: each.state.empty(mesh.computes_on) for each in state.optimizers}
+        kept = kept_bytes(tensors, needs(state, tensors, Match(saved, (), (), ()), new, weights_only=False))
+        nothing: Any = SimpleNamespace(tensors=tensors, path=Path())
+        take(state, nothing, Match({}, (), (), ()), scalars, new, True, mesh.data, ())
+    memory = _memory(recorder.segments, {}, 0, on_gpu=False)
+    staged = (sum(extent.nbytes for extent in b.offloaded_states or ()) for b in placement.buckets)
+    own = replace(own, shared_files=own.shared_files and hosts == 1)
+    return needed(own, tensors, mesh.world_size)._replace(
+        load=kept + max(THREADS * BLOCK, *staged), load_device=memory.peak - sum(memory.resting.values())
+    )
 
 
 def recorded_step(engine: Engine, batch: Any, whole: Config | None = None) -> RankTrace:

@@ -135,7 +135,8 @@ def judge_of(make: MakeModel, cluster: Cluster, **given: Any) -> Judge:
     device = "cuda" if cluster.device.is_accelerator else "cpu"
 
     def judge(resolved: Config) -> Cost:
-        traces = [*run_kinds(make, resolved, device=device, **given).values()]
+        hosts = math.ceil(math.prod(resolved.axes.values()) / cluster.ranks_per_host)
+        traces = [*run_kinds(make, resolved, device=device, hosts=hosts, **given).values()]
         timeline = step_time(traces, schedule_of(resolved), cluster)
         details = Details(resolved, traces, timeline, cluster.device)
         memory = details.worst.memory

@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as stack:
             recorder = self
             resize, empty = torch.UntypedStorage.resize_, Axis.empty
-            take, extent = Pool.take, PlannedStore._take
+            take, extent, get = Pool.take, PlannedStore._take, PlannedStore.get
 
             def resized(storage: Any, nbytes: int) -> Any:
                 found = resize(storage, nbytes)
@@ -119,11 +119,16 @@ class Recorder(TorchDispatchMode):
                 with recorder.paused():
                     return extent(store, nbytes)
 
+            def copied(store: PlannedStore, *where: int) -> Tensor:
+                with recorder.paused():
+                    return get(store, *where)
+
             for owner, name, own in (
                 (torch.UntypedStorage, "resize_", resized),
                 (Axis, "empty", emptied),
                 (Pool, "take", taken),
                 (PlannedStore, "_take", elsewhere),
+                (PlannedStore, "get", copied),
             ):
                 stack.enter_context(patch.object(owner, name, own))
             for hook in (

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
+from polyreme.checkpoint.save import CheckpointBytes
 from polyreme.config.schema import Category
 from polyreme.pipeline.schedule import Action
 from polyreme.planner.flops import Flops
@@ -104,7 +105,8 @@ class RankTrace:
     coordinates: its place on each mesh axis. axes: the global ranks of each axis of several ranks, by the
     axis' name, this rank's among them. row: its whole row of the schedule, of which `segments` has as many
     micro-batches as differ, in the order in which they ran. flops, traffic (by axis and verb: calls, bytes):
-    of the whole step on this rank. tokens: of the whole step, over all ranks."""
+    of the whole step on this rank. tokens: of the whole step, over all ranks. checkpoint:
+    None of a step that was recorded on a real rank."""
 
     rank: int
     coordinates: Mapping[str, int]
@@ -115,6 +117,7 @@ class RankTrace:
     flops: Flops
     traffic: Mapping[str, Mapping[str, tuple[int, int]]]
     tokens: int
+    checkpoint: CheckpointBytes | None = None
 
     @cached_property
     def _by_action(self) -> dict[Action, Segment]:

@@ -151,15 +151,16 @@ class OptimizerState:
             if all({*there.get(slot.name, ())} in ({*self.shapes(slot)}, set()) for slot in self.slots()):
                 return
 
-    def empty(self) -> dict[str, Tensor]:
+    def empty(self, computes_on: str) -> dict[str, Tensor]:
         """Return memory for new states, by name, to be filled before `loading` takes it: per-element states,
         flat, of the bucket's region, zero in the padding. Empty unless the states are torch's own, on a CPU,
-        in no store, and of elementwise optimizers."""
+        in no store, and of elementwise optimizers. computes_on: the type of the device, or of the one that
+        it stands for."""
         bucket = self._pieces.bucket
         if (
             self._pieces.offloaded is not None
             or self._pieces.compact is not None
-            or bucket.device.type != "cpu"
+            or computes_on != "cpu"
             or bucket.layout.boundary == "tensor"
         ):
             return {}
@@ -174,7 +175,7 @@ class OptimizerState:
         region = bucket.region
         found = (
             {
-                kind: torch.empty(region.stop - region.start, dtype=form)
+                kind: torch.empty(region.stop - region.start, dtype=form, device=bucket.device)
                 for kind, form in sorted(set.intersection(*forms), key=str)
             }
             if forms

@@ -29,8 +29,8 @@ from polyreme.checkpoint.manifest import NAME, Resume, lacking
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.reader import Need
 from polyreme.checkpoint.run_directory import RunDirectory
-from polyreme.checkpoint.save import Payload, small_files
-from polyreme.checkpoint.sources import MASTER, MODEL, Source
+from polyreme.checkpoint.save import Payload, address, small_files
+from polyreme.checkpoint.sources import MASTER, MODEL, Source, Tensors
 from polyreme.config.schema import SCALED
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import CheckpointError, ModelError, named, warn
@@ -213,7 +213,7 @@ def payload(
         # a host does not see other hosts' writes to a page, and would overwrite them
         shared_files=settings.checkpoint.shared_files and len(mesh.hosts) == 1,
         weights=MODEL if only is None else ADAPTERS,
-        storages={parameter.untyped_storage().data_ptr() for parameter in module.parameters()} - {0},
+        storages={address(parameter) for parameter in module.parameters()},
     )
 
 
@@ -235,18 +235,21 @@ def restore(engine: EngineState, path: Path, strict: bool, weights_only: bool, a
                 collectively(axis, partial(_try_options, engine, source, found))
             alike = isinstance(source, Directory) and not weights_only
             new_states: NewStates = (
-                {optimizer.bucket: optimizer.state.empty() for optimizer in engine.optimizers}
+                {
+                    optimizer.bucket: optimizer.state.empty(engine.mesh.computes_on)
+                    for optimizer in engine.optimizers
+                }
                 if alike
                 else {}
             )
-            source = load.verify(source, _needs(engine, source, found, new_states, weights_only), axis)
+            source = load.verify(source, needs(engine, source.tensors, found, new_states, weights_only), axis)
             scalars = _check_match(engine, source, found, strict, weights_only, axis)
         except CheckpointError as error:
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
         else:
-            return _take(engine, source, found, scalars, new_states, weights_only, axis, problems)
+            return take(engine, source, found, scalars, new_states, weights_only, axis, problems)
     raise AssertionError  # the last candidate has returned or raised
 
 
@@ -285,10 +288,10 @@ def _match(engine: EngineState, source: Source, axis: Axis) -> load.Match:
     return load.match(source, wanted, engine.file_names, huggingface.base_prefix(engine.module), axis)
 
 
-def _needs(
-    engine: EngineState, source: Source, found: load.Match, new_states: NewStates, weights_only: bool
+def needs(
+    engine: EngineState, tensors: Tensors, found: load.Match, new_states: NewStates, weights_only: bool
 ) -> Iterator[Need]:
-    """Return the ranges that this rank will read of the source; see `load.verify`."""
+    """Return the ranges that this rank will read of a source with these tensors; see `load.verify`."""
     placement = engine.placement
     for bucket in placement.buckets:
         names_of = {slot.name: names for names, slot in placement.named(bucket)}
@@ -299,7 +302,7 @@ def _needs(
                 continue
             cut, rank = placement.division.parameters[first].cut, placement.division.over(first).rank
             name, size = found.name_of[first], held.stop - held.start
-            needed = list(load.needs(source, name, cut, rank, held.start, held.stop, memory, held.offset))
+            needed = list(load.needs(tensors, name, cut, rank, held.start, held.stop, memory, held.offset))
             coming = Counter[str]()
             for need in needed:
                 coming[need.kind] += (need.stop - need.start) * (need.into is not None)
@@ -410,7 +413,7 @@ def _fill(source: Source, found: load.Match, regions: Iterable[Region]) -> None:
     load.fill(source, ((kind_of(region.kind, name), name, region) for region, name in there))
 
 
-def _take(
+def take(
     engine: EngineState,
     source: Source,
     found: load.Match,
