@@ -23,7 +23,6 @@ import polyreme
 import threads
 import training
 from examples import whole as whole_product
-from polyreme import engine as engine_module
 from polyreme.errors import BatchError, ModelError, NumericsError, OrderError
 from polyreme.step import passes
 from polyreme.step.loss import objective as objective_module
@@ -130,7 +129,7 @@ def counted(rank: int, world: int) -> list[bool]:
     """Of every count of labels in steps of two styles: whether it read the caller's own tensor. Nothing else
     is on the host where training is on a device, and to read from there would wait for it."""
     counts, own = [], uneven(0)
-    cast, count = engine_module.cast_floating, objective_module.count_labels
+    cast, count = passes.cast_floating, objective_module.count_labels
 
     def move(value: object, *to: Any, **how: Any) -> Any:
         return pytree.tree_map_only(Tensor, Tensor.clone, cast(value, *to, **how))
@@ -140,8 +139,7 @@ def counted(rank: int, world: int) -> list[bool]:
         return count(model, batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (engine_module, passes):
-            patch.setattr(module, "cast_floating", move)
+        patch.setattr(passes, "cast_floating", move)
         patch.setattr(objective_module, "count_labels", note)
         for style in ("train_step", "own loss"):
             in_style(
