@@ -193,7 +193,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    return re.sub(r"([|*<>])", r"\\\1", text)
+    return re.sub(r"([|*<>\[\]])", r"\\\1", text)
 
 
 def _worst(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -241,7 +241,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    return re.sub(r"([|*<>])", r"\\\1", text)
+    return re.sub(r"([|*<>\[\]])", r"\\\1", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
