@@ -160,6 +160,24 @@ def test_tiles_that_are_seen_wholly_are_one_call_and_no_mask_is_made_for_one_doc
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("balance", get_args(Balance))
+def test_a_tile_has_one_stretch_of_a_document_and_needs_no_mask(balance: Balance) -> None:
+    documents = [32, 128, 64, 32]  # whose parts are no shorter than a quarter of a tile
+    blocks = tokens_of([documents], 2, balance, 16, 0)
+    pairs = sum(
+        (stop - start) * (end - begin) / (1 + causal)
+        for at in range(2)
+        for start, stop, begin, end, causal in parts_computed(blocks, at, RULE)
+    )
+    assert pairs == sum(each**2 / 2 for each in documents)
+
+
+def test_short_documents_share_a_tile() -> None:
+    (block,) = tokens_of([[3] * 40 + [50] + [3] * 10], 1, "contiguous", 16, 0)
+    sizes = [each.stop - each.start for each in block.tiles]
+    assert sizes == [6] * 20 + [16, 16, 16, 2] + [6] * 5
+
+
 def test_what_the_kernel_does_not_take() -> None:
     shapes = {"query": (1, 4, 6, 8), "key": (1, 2, 6, 8), "value": (1, 2, 6, 8)}
 

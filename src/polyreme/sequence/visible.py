@@ -4,10 +4,10 @@ Communication: none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,14 +49,10 @@ class Rule:
     mask: Mask | None = None
 
 
-Range = tuple[int, int, int, int, int, int]
-"""Of a tile: the least and largest place, the least and largest document of its queries, and of its keys."""
-
-
 @dataclass(frozen=True)
 class Tokens:
     """Tokens of one rank, or of all. place: in their sequence; document: of each as a query; key: as a key,
-    -1 for padding, which none sees. Tensors of (samples, tokens). tile: tokens of a tile."""
+    -1 for padding, which none sees. Tensors of (samples, tokens). tile: tokens of a tile, at most."""
 
     place: Tensor
     document: Tensor
@@ -64,11 +60,22 @@ class Tokens:
     tile: int = TILE
     _moved: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def tiles(self) -> list[slice]:
-        """The tokens of each tile."""
+        """The tokens of each tile: of one stretch of a document, so that few pairs need a mask; of several
+        where they are short."""
         length = self.place.shape[1]
-        return [slice(at, min(at + self.tile, length)) for at in range(0, length, self.tile)]
+        stretches = (self.document, self.key, self.place - torch.arange(length))
+        ends = torch.stack([each.diff() != 0 for each in stretches]).any(0).any(0).nonzero().squeeze(1) + 1
+        found, start = list[slice](), 0
+        for begin, end in pairwise([0, *ends.tolist(), length]):
+            if start < begin and end - begin >= self.tile // 4:
+                found.append(slice(start, begin))
+                start = begin
+            if end - start >= self.tile // 4 or end == length:
+                found += (slice(at, min(at + self.tile, end)) for at in range(start, end, self.tile))
+                start = end
+        return found
 
     def at(self, index: Tensor) -> Tokens:
         """Return some of the tokens."""
@@ -76,20 +83,18 @@ class Tokens:
         return Tokens(place, document, key, self.tile)
 
     @cached_property
-    def ranges(self) -> Sequence[Range]:
-        """What each tile has."""
-        found = []
-        for rows in self.tiles:
-            place, document, key = (each[:, rows] for each in (self.place, self.document, self.key))
-            bounds = [*place.aminmax(), *document.aminmax(), *key.aminmax()]
-            found.append(tuple(int(each) for each in bounds))
-        return found  # type: ignore[return-value]
+    def ranges(self) -> Tensor:
+        """The least and largest place, document of queries, and document of keys, (6, tiles)."""
+        each = (self.place, self.document, self.key)
+        bounds = [[bound for one in each for bound in one[:, rows].aminmax()] for rows in self.tiles]
+        return torch.tensor(bounds, dtype=torch.long).view(-1, 6).T
 
     @cached_property
-    def consecutive(self) -> Sequence[bool]:
+    def consecutive(self) -> Tensor:
         """Whether the tokens of each tile are one after the other in their sequence, in all samples alike."""
         from_zero = self.place - torch.arange(self.place.shape[1])
-        return [bool((from_zero[:, rows] == from_zero[0, rows.start]).all()) for rows in self.tiles]
+        alike = [(from_zero[:, rows] == from_zero[0, rows.start]).all() for rows in self.tiles]
+        return torch.tensor(alike, dtype=torch.bool)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return places, documents and keys on a device."""
@@ -117,23 +122,36 @@ def reached(queries: Tokens, keys: Tokens, rule: Rule) -> Tensor:
     return found.any(0).nonzero().squeeze(1)
 
 
-def seen(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule, device: torch.device) -> Tensor | bool:
-    """Return which keys of tile `of` each query of tile `at` sees, (samples, queries, keys); or True for all
-    of them, or False for none."""
-    low, high, first, last, _, _ = queries.ranges[at]
-    start, stop, _, _, least, most = keys.ranges[of]
-    inside = rule.mask is None
-    if first > most or last < least or (rule.causal and high < start):
-        return False
+def _kinds(queries: Tokens, keys: Tokens, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of each tile of queries with each of keys, (tiles, tiles): whether a query may see a key, whether
+    all see all, and whether each sees the keys up to its own number in the tile and no others."""
+    low, high, first, last, _, _ = queries.ranges[:, :, None]
+    start, stop, _, _, least, most = keys.ranges
+    some = (first <= most) & (least <= last)
+    alone = (first == last) & (last == least) & (least == most)
+    if rule.mask is not None:
+        alone &= False
+    whole, diagonal = alone.clone(), alone & (low == start) & queries.consecutive[:, None] & keys.consecutive
+    if rule.causal:
+        some &= start <= high
+        whole &= stop <= low
+    else:
+        diagonal &= False
     if rule.window is not None:
         behind = rule.window - rule.causal  # the places that a query sees before its own
-        if low - stop > behind or (not rule.causal and start - high > behind):
-            return False
-        inside = high - start <= behind and (rule.causal or stop - low <= behind)
-    if first == last == least == most and inside and (not rule.causal or low >= stop):
-        return True
-    place, document, _ = (each[:, queries.tiles[at], None] for each in queries.on(device))
-    other, _, key = (each[:, None, keys.tiles[of]] for each in keys.on(device))
+        some &= low - stop <= behind
+        whole &= high - start <= behind
+        diagonal &= high - low <= behind
+        if not rule.causal:
+            some &= start - high <= behind
+            whole &= stop - low <= behind
+    return some, whole, diagonal
+
+
+def _seen(queries: Tokens, at: slice, keys: Tokens, of: slice, rule: Rule, device: torch.device) -> Tensor:
+    """Return which of the keys `of` each of the queries `at` sees, (samples, queries, keys)."""
+    place, document, _ = (each[:, at, None] for each in queries.on(device))
+    other, _, key = (each[:, None, of] for each in keys.on(device))
     found = document == key
     if rule.mask is not None:
         return found & rule.mask.of(place, other)
@@ -144,41 +162,38 @@ def seen(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule, device: to
     return found
 
 
-def _up_to_itself(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule) -> bool:
-    """Return whether each query of tile `at` sees the keys of tile `of` up to its own number in the tile, and
-    no others: both begin at the same place of one document, and nothing but `causal` hides a key."""
-    low, high, first, last, _, _ = queries.ranges[at]
-    start, _, _, _, least, most = keys.ranges[of]
-    plain = rule.causal and rule.mask is None and (rule.window is None or high - low < rule.window)
-    together = low == start and first == last == least == most
-    return plain and together and queries.consecutive[at] and keys.consecutive[of]
-
-
 @dataclass(frozen=True)
 class Pairs:
     """Queries and keys that are computed together. sees: which keys each query sees, (samples, queries,
-    keys); True for all, or if `causal` for those up to its own number; False for none."""
+    keys); True for all, or if `causal` for those up to its own number."""
 
     queries: slice
     keys: slice
     sees: Tensor | bool
     causal: bool = False
 
+    def joined(self, other: Pairs) -> Pairs | None:
+        """Return both as one, where the same queries see all keys of both, which are consecutive."""
+        all_seen = self.sees is True is other.sees and not (self.causal or other.causal)
+        if all_seen and self.queries == other.queries and self.keys.stop == other.keys.start:
+            return Pairs(self.queries, slice(self.keys.start, other.keys.stop), True)
+        return None
+
 
 def pairs(queries: Tokens, keys: Tokens, rule: Rule, device: torch.device, joined: bool) -> Iterator[Pairs]:
     """Yield all pairs of a query and a key that it sees, a tile of queries and one of keys at a time. joined:
     consecutive tiles of keys that are seen wholly are one, and `causal` is used."""
 
-    def of_tile(at: int) -> Iterator[Pairs]:
-        for of, others in enumerate(keys.tiles):
-            causal = joined and _up_to_itself(queries, at, keys, of, rule)
-            sees = causal or seen(queries, at, keys, of, rule, device)
-            yield Pairs(queries.tiles[at], others, sees, causal)
-
-    for at, tile in enumerate(queries.tiles):
-        for whole, parts in groupby(of_tile(at), lambda one: joined and one.sees is True and not one.causal):
-            if whole:
-                together = [each.keys for each in parts]
-                yield Pairs(tile, slice(together[0].start, together[-1].stop), True)
-            else:
-                yield from (each for each in parts if each.sees is not False)
+    some, whole, diagonal = _kinds(queries, keys, rule)
+    kind = (torch.where(diagonal & joined, 2, whole.long())).tolist()
+    last: Pairs | None = None
+    for at, of in some.nonzero().tolist():
+        mine, others = queries.tiles[at], keys.tiles[of]
+        sees = True if kind[at][of] else _seen(queries, mine, keys, others, rule, device)
+        found = Pairs(mine, others, sees, kind[at][of] > 1)
+        together = last.joined(found) if last and joined else None
+        if last and not together:
+            yield last
+        last = together or found
+    if last:
+        yield last
