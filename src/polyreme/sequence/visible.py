@@ -5,15 +5,17 @@ Communication: none."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
 TILE = 1024
 """Queries, and keys, whose scores are computed together."""
+LONG = 8
+"""So many of these are a tile of a kernel that holds no scores, where all are seen in the same way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,19 +58,46 @@ Range = tuple[int, int, int, int, int, int]
 @dataclass(frozen=True)
 class Tokens:
     """Tokens of one rank, or of all. place: in their sequence; document: of each as a query; key: as a key,
-    -1 for padding, which none sees. Tensors of (samples, tokens). tile: tokens of a tile."""
+    -1 for padding, which none sees. Tensors of (samples, tokens). tile: tokens of a tile. stretches: tiles
+    begin and end where stretches do, and a stretch that is longer is up to `LONG` tiles in one."""
 
     place: Tensor
     document: Tensor
     key: Tensor
     tile: int = TILE
+    stretches: bool = False
     _moved: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def tiles(self) -> list[slice]:
         """The tokens of each tile."""
         length = self.place.shape[1]
-        return [slice(at, min(at + self.tile, length)) for at in range(0, length, self.tile)]
+        if not self.stretches:
+            return [slice(at, min(at + self.tile, length)) for at in range(0, length, self.tile)]
+        found, at = list[slice](), 0
+        for begin, end in pairwise([*self._begins, length]):
+            if at < begin and end - at > self.tile:  # the short ones before it are a tile
+                found, at = [*found, slice(at, begin)], begin
+            if end - begin > self.tile:
+                size = LONG * self.tile
+                found += [slice(each, min(each + size, end)) for each in range(begin, end, size)]
+                at = end
+        return [*found, slice(at, length)] if at < length else found
+
+    @property
+    def _begins(self) -> list[int]:
+        """Where stretches begin: of tokens that follow each other in one document, in all samples alike."""
+        ended = torch.zeros(self.place.shape[1], dtype=torch.bool)
+        for each, step in ((self.place, 1), (self.document, 0), (self.key, 0)):
+            unlike = (each != each[:1]).any(0)
+            ended[1:] |= (each[0].diff() != step) | unlike[1:] | unlike[:-1]
+        ended[:1] = True
+        return ended.nonzero().flatten().tolist()
+
+    @cached_property
+    def in_stretches(self) -> Tokens:
+        """These tokens in tiles of stretches."""
+        return replace(self, stretches=True)
 
     def at(self, index: Tensor) -> Tokens:
         """Return some of the tokens."""
@@ -146,11 +175,11 @@ def seen(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule, device: to
 
 def _up_to_itself(queries: Tokens, at: int, keys: Tokens, of: int, rule: Rule) -> bool:
     """Return whether each query of tile `at` sees the keys of tile `of` up to its own number in the tile, and
-    no others: both begin at the same place of one document, and nothing but `causal` hides a key."""
+    no others: both have the same places of one document, and nothing but `causal` hides a key."""
     low, high, first, last, _, _ = queries.ranges[at]
-    start, _, _, _, least, most = keys.ranges[of]
+    start, stop, _, _, least, most = keys.ranges[of]
     plain = rule.causal and rule.mask is None and (rule.window is None or high - low < rule.window)
-    together = low == start and first == last == least == most
+    together = (low, high) == (start, stop) and first == last == least == most
     return plain and together and queries.consecutive[at] and keys.consecutive[of]
 
 
@@ -167,7 +196,9 @@ class Pairs:
 
 def pairs(queries: Tokens, keys: Tokens, rule: Rule, device: torch.device, joined: bool) -> Iterator[Pairs]:
     """Yield all pairs of a query and a key that it sees, a tile of queries and one of keys at a time. joined:
-    consecutive tiles of keys that are seen wholly are one, and `causal` is used."""
+    tiles are of stretches, consecutive ones of keys that are seen wholly are one, and `causal` is used."""
+    if joined and rule.window is None and rule.mask is None:
+        queries, keys = queries.in_stretches, keys.in_stretches
 
     def of_tile(at: int) -> Iterator[Pairs]:
         for of, others in enumerate(keys.tiles):
