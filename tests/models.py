@@ -19,12 +19,33 @@ class Wide(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float or (func is Tensor.to and args[1:2] == (torch.float32,)):
                 return args[0]
             if kwargs.get("dtype") == torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
+
+    def _backward(
+        self, tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:  # fmt: skip
+        """What torch does, which leaves a mode before it runs a backward: what is recomputed there would have
+        none."""
+        tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        given = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors
+        grads = [None] * len(tensors) if given is None else [*given]
+        grads = [
+            torch.ones_like(t) if g is None and t.requires_grad else g
+            for t, g in zip(tensors, grads, strict=True)
+        ]
+        with self:
+            torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+                tensors, tuple(grads), bool(retain_graph or create_graph), create_graph, tuple(inputs or ()),
+                allow_unreachable=True, accumulate_grad=True,
+            )  # fmt: skip
 
 
 def llama(**changes: Any) -> nn.Module:

@@ -110,6 +110,11 @@ def test_mixers_with_other_axes(family: str) -> None:
         check_records(family, kind, divided_settings({"cp": 2, **mesh}, zero=zero))
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("nemotron_h", marks=whole)])
+def test_mixers_that_are_computed_again(family: str) -> None:
+    check_records(family, "packed", divided_settings({"cp": 2}, memory={"activations": "recompute"}))
+
+
 def recomputed(rank: int, world: int, model: nn.Module, batches: list[Batch]) -> list[list[float]]:
     """Losses where blocks are kept, and where they are computed again."""
     found = []
@@ -120,7 +125,8 @@ def recomputed(rank: int, world: int, model: nn.Module, batches: list[Batch]) ->
     return found
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", pytest.param("gemma3", marks=whole)])
+@whole
+@pytest.mark.parametrize("kind", ["qwen3_next", "gemma3"])
 def test_blocks_that_are_computed_again_are_the_same(kind: str) -> None:
     model = model_of(kind) if kind == "qwen3_next" else pictures(kind)
     ids = ids_of(2, 13)

@@ -326,6 +326,33 @@ def test_over_hosts_heads_are_swapped_inside_of_each() -> None:
     assert threads.run(4, over_hosts)[0] == ("ulysses", ["cp"])
 
 
+def told(rank: int, world: int, lengths: Sequence[int], method: str) -> tuple[float, str, str, int]:
+    """Of a step of documents of these lengths: its loss, method and balance, and the bytes for attention."""
+    ids = models.tokens(4, sum(lengths))
+    of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    config = settings({"cp": world}, context={"method": method}, zero={"stage": 0})
+    with polyreme.initialize(model_of("llama"), config) as engine, Wide():
+        result = engine.train_step({**ids, "document_ids": of.expand(4, -1)})
+        assert result.context is not None
+        sent = engine.traffic()["cp"].get("all_to_all", (0, 0))[1]
+        return result.loss, result.context.method, result.context.balance, sent
+
+
+def test_auto_gathers_where_documents_are_short() -> None:
+    """Of two ranks with 30 tokens each: documents of 5, and one of 6 that both have, so that the first rank's
+    3 tokens of it are sent, and once more in backward, where their gradients come back. Long documents are
+    balanced, for a ring."""
+    short, long = [5] * 5 + [2, 6, *[5] * 5, 2], [59, 1]
+    (loss, *how, sent), (other, *_, back) = threads.run(2, told, short, "auto")
+    assert how == ["gather", "contiguous"]
+    (expected, _, _, of_ring), _ = threads.run(2, told, short, "ring")
+    assert loss == other == pytest.approx(expected, abs=1e-12)
+    keys = 2 * 2 * 4 * 6 * 8 * 2  # layers, key heads, samples, width, bytes; keys and values
+    assert (sent, back) == (2 * 3 * keys, 3 * keys)
+    assert of_ring > sent + back
+    assert threads.run(2, told, long, "auto")[0][1:3] == ("ring", "zigzag")
+
+
 def test_documents_of_a_rank_by_itself_where_transformers_does_not_separate_them() -> None:
     check("gpt_oss", "packed", settings({"cp": 1}, context={"method": "gather"}))
     check("gpt_oss", "packed", settings({"cp": 1}, data={"pack": True}))

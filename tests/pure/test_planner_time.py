@@ -77,11 +77,12 @@ def test_what_moves_more_than_it_computes_is_limited_by_memory() -> None:
 
 def test_attention_computes_the_causal_part_of_its_square() -> None:
     forward, backward = (
-        Compute(f"flash_attention{name}", 100, 1, (), "bfloat16") for name in ("", "_backward")
+        Compute(f"flash_attention{name}", 100, 1, (), "bfloat16", True) for name in ("", "_backward")
     )
     on = cluster({"attention": 0.5, "attention_backward": 0.25})
     assert alone([forward], on).seconds == pytest.approx(100 * CAUSAL / 0.5)
     assert alone([backward], on).seconds == pytest.approx(100 * CAUSAL / 0.25)
+    assert alone([forward._replace(causal=False)], on).seconds == pytest.approx(100 / 0.5)
 
 
 def test_a_collective_hides_behind_operators_until_it_is_waited_for() -> None:

@@ -1,8 +1,10 @@
-"""Attention of blocks by the fused kernel against attention by tiles of scores."""
+"""Attention of blocks by fused kernels against attention by tiles of scores. Those of CUDA devices are played
+by plain operators that take what they take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -11,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
 from examples import examples
-from polyreme.sequence import fused
+from polyreme.sequence import fused, visible
 from polyreme.sequence.block import Incoming, Merged, attend, differentiate
 from polyreme.sequence.parts import Balance, Work, cut
 from polyreme.sequence.visible import Mask, Pairs, Rule, Tokens
@@ -67,9 +70,105 @@ def computed(blocks: Sequence[Tokens], at: int, rule: Rule, inputs: list[Any]) -
     return [merged.output, merged.lse, incoming.query_grad, *(each for both in of_keys for each in both)]
 
 
-def both_ways(blocks: Sequence[Tokens], at: int, rule: Rule, inputs: list[Any]) -> list[list[Tensor]]:
-    """What the kernel computes, and what tiles of scores do."""
-    with patch.object(fused, "takes", return_value=True):
+class Played:
+    """The kernels of CUDA devices. called: by name, how often."""
+
+    def __init__(self) -> None:
+        self.called = dict.fromkeys(("flash", "efficient"), 0)
+
+    @staticmethod
+    def _weights(
+        query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        scores = query @ key.transpose(-1, -2) * scale
+        if bias is not None:
+            assert bias.shape == scores.shape and bias.dtype == query.dtype and bias.isfinite().all()
+            assert all(
+                size == 1 or stride % 16 == 0
+                for size, stride in zip(bias.shape[:3], bias.stride()[:3], strict=True)
+            )
+            scores = scores + bias
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).tril() == 0, -torch.inf)
+        return scores, scores.logsumexp(-1)
+
+    def _forward(self, name: str, query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Any:
+        self.called[name] += 1
+        scores, lse = self._weights(query, key, *given)
+        return (scores - lse[..., None]).exp() @ value, lse
+
+    def _backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *given: Any
+    ) -> Any:
+        assert out.dtype == grad.dtype == query.dtype and lse.isfinite().all()
+        weights = (self._weights(query, key, *given)[0] - lse[..., None]).exp()
+        inner = weights * (grad @ value.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * given[-1]
+        return inner @ key, inner.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad
+
+    @staticmethod
+    def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> list[Tensor]:
+        assert query.dtype in fused.HALVES and query.shape[-1] == value.shape[-1] <= 256
+        assert not causal or query.shape[2] == key.shape[2]
+        assert query.shape[-1] % 8 == 0 and all(each.stride(-1) == 1 for each in (query, key, value))
+        return [each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value)]
+
+    def _scaled_dot_product_flash_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, *, scale: float
+    ) -> Any:
+        wide = self._flash(query, key, value, causal)
+        return *self._forward("flash", query, *wide, None, causal, scale), None, None, 0, 0, None, None, None
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, of_q: None,
+        of_k: None, most_q: int, most_k: int, dropout: float, causal: bool, seed: Tensor, offset: Tensor, *,
+        scale: float,
+    ) -> Any:  # fmt: skip
+        assert (most_q, most_k) == (query.shape[2], key.shape[2]) and lse.is_contiguous()
+        wide = self._flash(query, key, value, causal)
+        of_query, *rest = self._backward(grad, query, *wide, out, lse, None, causal, scale)
+        return of_query, *(each.unflatten(1, (key.shape[1], -1)).sum(2) for each in rest)
+
+    def _scaled_dot_product_efficient_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, keeps: bool, dropout: float,
+        causal: bool, *, scale: float,
+    ) -> Any:  # fmt: skip
+        assert keeps and query.shape[1] == key.shape[1] == value.shape[1]
+        output, lse = self._forward("efficient", query, key, value, bias, causal, scale)
+        return output, pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), None, None
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, out: Tensor,
+        lse: Tensor, seed: Tensor, offset: Tensor, dropout: float, wanted: list[bool], causal: bool, *,
+        scale: float,
+    ) -> Any:  # fmt: skip
+        length = query.shape[2]
+        assert wanted == [True, True, True, False] and query.shape[1] == key.shape[1]
+        assert lse.shape[-1] % 32 == 0 and lse.is_contiguous() and (lse[..., length:] == torch.inf).all()
+        return *self._backward(grad, query, key, value, out, lse[..., :length], bias, causal, scale), None
+
+
+KERNELS = ("cpu", "flash", "efficient")
+
+
+@contextmanager
+def kernels(which: str, dtype: torch.dtype = torch.float64) -> Iterator[Played]:
+    """Have fused kernels compute: that of CPUs, flash attention where it can, or efficient attention alone;
+    those of CUDA devices in this dtype, too."""
+    played = Played()
+    with ExitStack() as stack:
+        if which != "cpu":
+            stack.enter_context(patch.object(fused, "computes_on", lambda _: "cuda"))
+            stack.enter_context(patch.object(fused, "aten", played))
+            stack.enter_context(patch.object(fused, "ON_CUDA", (dtype,)))
+            stack.enter_context(patch.object(fused, "HALVES", (dtype,) if which == "flash" else ()))
+        yield played
+
+
+def both_ways(
+    blocks: Sequence[Tokens], at: int, rule: Rule, inputs: list[Any], which: str = "cpu"
+) -> list[list[Tensor]]:
+    """What kernels compute, and what tiles of scores do."""
+    with kernels(which), patch.object(fused, "takes", return_value=True):
         found = computed(blocks, at, rule, inputs)
     with patch.object(fused, "takes", return_value=False):
         return [found, computed(blocks, at, rule, inputs)]
@@ -84,8 +183,9 @@ def both_ways(blocks: Sequence[Tokens], at: int, rule: Rule, inputs: list[Any]) 
     st.sampled_from([(2, 2), (4, 2), (3, 1)]),
     st.sampled_from([4, 9, 64]),
     st.integers(0, 3),
+    st.sampled_from(KERNELS),
 )
-def test_the_kernel_computes_what_tiles_do(
+def test_kernels_compute_what_tiles_do(
     rows: list[list[int]],
     ranks: int,
     balance: Balance,
@@ -93,11 +193,12 @@ def test_the_kernel_computes_what_tiles_do(
     heads: tuple[int, int],
     tile: int,
     padding: int,
+    which: str,
 ) -> None:
     blocks = tokens_of(rows, ranks, balance, tile, min(padding, min(row[-1] for row in rows) - 1))
     inputs = inputs_of(blocks, heads, torch.float64)
     for at in range(ranks):
-        for found, wanted in zip(*both_ways(blocks, at, rule, inputs), strict=True):
+        for found, wanted in zip(*both_ways(blocks, at, rule, inputs, which), strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
@@ -114,12 +215,13 @@ def test_the_kernel_is_as_precise_as_tiles(dtype: torch.dtype) -> None:
         assert (mine - each).norm() <= 2 * (theirs - each).norm()
 
 
-def test_a_query_that_sees_nothing_has_no_output_and_no_gradient() -> None:
+@pytest.mark.parametrize("which", KERNELS)
+def test_a_query_that_sees_nothing_has_no_output_and_no_gradient(which: str) -> None:
     blocks = tokens_of([[20]], 1, "contiguous", 8, 0)
     sees = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
     sees[..., 5, :] = False
     inputs = inputs_of(blocks, (2, 2), torch.float64)
-    ways = both_ways(blocks, 0, Rule(0.4, mask=Mask(sees)), inputs)
+    ways = both_ways(blocks, 0, Rule(0.4, mask=Mask(sees)), inputs, which)
     for output, lse, query_grad, *_ in ways:
         assert (lse[:, :, 5] == -torch.inf).all() and lse[:, :, :5].isfinite().all()
         assert not output[:, :, 5].any() and not query_grad[:, :, 5].any()
@@ -143,21 +245,63 @@ def parts_computed(blocks: Sequence[Tokens], at: int, rule: Rule) -> list[tuple[
     return found
 
 
-def test_tiles_that_are_seen_wholly_are_one_call_and_no_mask_is_made_for_one_document() -> None:
+def test_what_is_seen_in_the_same_way_is_one_call_and_no_mask_is_made_for_one_document() -> None:
     blocks = tokens_of([[48], [48]], 2, "zigzag", 6, 0)
     first, last = (parts_computed(blocks, at, RULE) for at in range(2))
-    assert first == [
-        (0, 6, 0, 6, True), (6, 12, 0, 6, False), (6, 12, 6, 12, True),
-        (12, 18, 0, 12, False), (12, 18, 12, 18, True),
-        (18, 24, 0, 18, False), (18, 24, 18, 24, True),
-        (12, 18, 0, 24, False), (18, 24, 0, 24, False),
-    ]  # fmt: skip
-    assert last == [
-        (0, 6, 0, 12, False), (6, 12, 0, 12, False), (12, 18, 0, 12, False), (18, 24, 0, 12, False),
-        (0, 6, 0, 6, True), (6, 12, 0, 6, False), (6, 12, 6, 12, True),
-        (12, 18, 0, 12, False), (12, 18, 12, 18, True),
-        (18, 24, 0, 18, False), (18, 24, 18, 24, True),
-    ]  # fmt: skip
+    own = [(0, 12, 0, 12, True), (12, 24, 0, 12, False), (12, 24, 12, 24, True)]
+    assert first == [*own, (12, 24, 0, 24, False)]
+    assert last == [(0, 24, 0, 12, False), (0, 24, 0, 24, True)]  # its two stretches are one
+    with patch.object(visible, "LONG", 1):
+        assert parts_computed(tokens_of([[18]], 1, "contiguous", 6, 0), 0, RULE) == [
+            (0, 6, 0, 6, True), (6, 12, 0, 6, False), (6, 12, 6, 12, True),
+            (12, 18, 0, 12, False), (12, 18, 12, 18, True),
+        ]  # fmt: skip
+
+
+def test_tiles_end_where_long_stretches_do_and_short_ones_share_one() -> None:
+    def ends(*rows: list[int]) -> tuple[list[int], list[int]]:
+        (tokens,) = tokens_of(rows, 1, "contiguous", 24, 0)
+        short, long = ([each.stop for each in one.tiles] for one in (tokens, tokens.in_stretches))
+        return short, long
+
+    row = [20, 3, 2, 1, 4, 3, 33]
+    assert ends(row) == ends(row, row) == ([20, 26, 33, 57, 66], [20, 26, 33, 66])
+    unlike = [20, 26, 33, 57, 66]  # the last stretch is of the seventh document here and of the second there
+    assert ends(row, [30, 36]) == (unlike, unlike)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "of_values", "sees", "called"),
+    [
+        (torch.bfloat16, 128, 128, True, "flash"),
+        (torch.float16, 256, 256, True, "flash"),
+        (torch.bfloat16, 200, 200, True, "efficient"),
+        (torch.bfloat16, 192, 128, True, "efficient"),
+        (torch.bfloat16, 128, 128, torch.ones(1, 6, 6, dtype=torch.bool), "efficient"),
+        (torch.float32, 128, 128, True, "efficient"),
+        (torch.float64, 128, 128, True, None),
+        (torch.bfloat16, 36, 36, True, None),
+    ],
+)
+def test_which_kernel_a_cuda_device_calls(
+    dtype: torch.dtype, width: int, of_values: int, sees: Tensor | bool, called: str | None
+) -> None:
+    """On tensors without numbers, through torch's own shapes of results."""
+    query, grad, output = (
+        torch.empty(1, 4, 6, each, dtype=dtype, device="meta") for each in (width, of_values, of_values)
+    )
+    key, value = (torch.empty(1, 2, 6, each, dtype=dtype, device="meta") for each in (width, of_values))
+    part = Pairs(slice(0, 6), slice(0, 6), sees.to("meta") if isinstance(sees, Tensor) else sees)
+    with patch.object(fused, "computes_on", lambda _: "cuda"):
+        assert fused.takes(query, key, value, RULE) == (called is not None)
+        if called is None:
+            return
+        assert fused.kernel(query, value, part) == called
+        found, lse = fused.attention(query, key, value, part, RULE)
+        assert (found.shape, lse.shape, lse.dtype) == (output.shape, output.shape[:3], torch.float32)
+        grads = fused.gradients((query, grad, output, lse), key, value, part, RULE)
+    for each, of in zip(grads, (query, key, value), strict=True):
+        assert (each.shape, each.dtype) == (of.shape, dtype)
 
 
 @pytest.mark.parametrize("balance", get_args(Balance))

@@ -208,23 +208,25 @@ def test_any_documents_windows_and_layouts_equal_the_dense_mask(
     check(ranks, [(case, method)])
 
 
+def sent(rank: int, size: int, case: Case, method: Method) -> dict[str, int]:
+    """The elements that a rank sends forward and backward."""
+    mesh = Mesh.open({name: size if name == "cp" else 1 for name in AXES})
+    parts, across = parts_of(case, method), across_of(mesh, case, method)
+    inputs: list[Any] = [
+        parts.mine(each.transpose(1, 2), rank).transpose(1, 2).requires_grad_()
+        for each in case.tensors()[:3]
+        if each is not None
+    ]
+    attention(*inputs, None, across).sum().backward()
+    axes = {"heads": across.heads, "ring": across.axis}
+    return {name: sum(c.bytes for c in axis.counts.values()) // 8 for name, axis in axes.items()}
+
+
 def test_traffic_is_that_of_the_formulas() -> None:
     """By element of float64, of which a rank's keys have b; g heads of queries for one of keys, which are
     repeated so many times for the ranks that swap heads."""
-    n, u, case = 4, 2, replace(PLAIN, ranks=4, heads=(8, 2))
+    n, u, case = 4, 2, replace(PLAIN, ranks=4, heads=(8, 2), balance="zigzag")
     b, g, times = 2 * (48 // n) * 2 * 3, 4, 2
-
-    def sent(rank: int, size: int, method: Method) -> dict[str, int]:
-        mesh = Mesh.open({name: size if name == "cp" else 1 for name in AXES})
-        parts, across = parts_of(case, method), across_of(mesh, case, method)
-        inputs: list[Any] = [
-            parts.mine(each.transpose(1, 2), rank).transpose(1, 2).requires_grad_()
-            for each in case.tensors()[:3]
-            if each is not None
-        ]
-        attention(*inputs, None, across).sum().backward()
-        axes = {"heads": across.heads, "ring": across.axis}
-        return {name: sum(c.bytes for c in axis.counts.values()) // 8 for name, axis in axes.items()}
 
     expected = {
         "ring": (0, 6 * (n - 1) * b),
@@ -233,7 +235,7 @@ def test_traffic_is_that_of_the_formulas() -> None:
     }
     facts = AttentionFacts(*case.heads, 1.0, 0.0, True, None)
     for method, (swapped, round_) in expected.items():
-        assert threads.run(n, sent, method) == [{"heads": swapped, "ring": round_}] * n
+        assert threads.run(n, sent, case, method) == [{"heads": swapped, "ring": round_}] * n
         u = ulysses_of(cast("Method", method), n)
         assert times_sent(*case.heads, u, n // u, n)[1] * b == swapped + round_
     assert choose(ContextSection(), facts, n, 1).method == "ring"
@@ -248,19 +250,23 @@ def test_gather_sends_the_keys_of_documents_that_reach_a_rank() -> None:
         (replace(PLAIN, ranks=n, lengths=((20, 28), (20, 28))), [(12, 0), (8, 12), (12, 4), (0, 16)]),
         (replace(PLAIN, ranks=n, rule=Rule(0.4, window=3)), [(2, 0), (2, 2), (2, 2), (0, 2)]),
     ):
+        expected = [(2 * out + back) * each for out, back in keys]
+        assert [of["ring"] for of in threads.run(n, sent, case, "gather")] == expected
 
-        def sent(rank: int, size: int, case: Case = case) -> int:
-            mesh = Mesh.open({name: size if name == "cp" else 1 for name in AXES})
-            across = across_of(mesh, case, "gather")
-            inputs: list[Any] = [
-                parts_of(case, "gather").mine(x.transpose(1, 2), rank).transpose(1, 2).requires_grad_()
-                for x in case.tensors()[:3]
-                if x is not None
-            ]
-            attention(*inputs, None, across).sum().backward()
-            return sum(count.bytes for count in across.axis.counts.values()) // 8
 
-        assert threads.run(n, sent) == [(2 * out + back) * each for out, back in keys]
+def test_a_ring_ends_where_no_rank_needs_a_block() -> None:
+    """Of 4 x 12 tokens. Documents of 20 and 28: the first rank's block goes on to 1 rank, the second's to 2,
+    the third's to 1; its gradients begin there, and go home from the last. A window: each goes on to 1.
+    Documents that fill their ranks: nothing is sent."""
+    n, block = 4, 2 * 2 * 2 * 12 * 3  # keys and values, samples, key heads, tokens, width
+    for case, blocks in (
+        (replace(PLAIN, ranks=n, lengths=((20, 28), (20, 28))), [(1, 0), (1, 1), (2, 1), (0, 2)]),
+        (replace(PLAIN, ranks=n, rule=Rule(0.4, window=3)), [(1, 0), (1, 1), (1, 1), (0, 1)]),
+        (replace(PLAIN, ranks=n, lengths=((12,) * 4,) * 2), [(0, 0)] * 4),
+        (replace(PLAIN, ranks=n, lengths=((12,) * 4, (24, 24))), [(1, 0), (0, 1), (1, 0), (0, 1)]),
+    ):
+        expected = [(2 * out + back) * block for out, back in blocks]
+        assert [of["ring"] for of in threads.run(n, sent, case, "ring")] == expected
 
 
 def chosen(heads: int, shared: int, cp: int, local: int) -> Choice:

@@ -58,6 +58,38 @@ def test_what_is_kept_is_what_an_engine_measures(activations: str) -> None:
         assert real < found.bytes < 6 * real
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_what_is_computed_over_tiles_is_counted_once(activations: str) -> None:
+    """The loss of 16 tokens of 96, and MLPs over 16 of them, take as much less as an engine measures."""
+    found, real = list[Kept](), list[int]()
+    for context in ({}, {"loss_chunk": 16, "mlp_tile": 16}):
+        sections = {"memory": {"activations": activations}, "data": {"sequence": 12}, "context": context}
+        settings = Config.load(training.config(1, **sections)).resolve(1)
+        with torch.device("meta"):
+            model = models.build("llama", torch.float32)
+        counted = kept(model, run_settings(settings).forward, training.SAMPLES, torch.device("cpu"))
+        assert isinstance(counted, Kept)
+        found.append(counted)
+        with polyreme.initialize(models.build("llama", torch.float32), settings) as engine:
+            engine.train_step(models.tokens(training.SAMPLES))
+            real.append(engine.memory()["activations"])
+    whole, light = found
+    assert all(each.bytes >= measured for each, measured in zip(found, real, strict=True))
+    if activations == "keep":
+        assert whole.bytes - light.bytes == pytest.approx(real[0] - real[1], rel=0.01)
+    logits, tokens = 4 * models.VOCABULARY, 12 * training.SAMPLES
+    assert whole.bytes - light.bytes > tokens * logits
+    assert light.largest < tokens * logits <= whole.largest
+    assert whole.tile == 0 and 2 * 16 * logits < light.tile < 6 * 16 * logits
+
+
+def test_more_samples_fit_where_the_loss_is_in_chunks() -> None:
+    wide = {"model": {"config": {**LLAMA, "vocab_size": 4096}}}
+    contexts: list[dict[str, int]] = [{}, {"loss_chunk": 64}, {"loss_chunk": 64, "mlp_tile": 64}]
+    found = [fit.fit(config(1, context=each, **wide), 64 << 20).micro or 48 for each in contexts]
+    assert found == sorted({*found})
+
+
 def test_as_many_samples_as_fit() -> None:
     """The fewest parts of a rank's 24 samples that fit; it stays so when the config is resolved again."""
     plenty = config(2)

@@ -61,17 +61,26 @@ def test_a_ring_is_hidden_under_attention_and_an_exchange_of_heads_is_not() -> N
     assert exposed["ring"] < 0.3 and exposed["ulysses"] > 0.8, exposed
 
 
-@pytest.mark.parametrize("device, taken", [("cpu", 2), ("cuda", 0)])
-def test_attention_is_that_of_the_device_which_computes(device: str, taken: int) -> None:
-    """On CPUs the fused kernel's, over the block of the rank before and the rank's own, with its FLOPs."""
+@pytest.mark.parametrize(
+    ("device", "compute", "kernel"),
+    [
+        ("cpu", "fp32", "flash_attention_for_cpu"),
+        ("cuda", "bf16", "flash_attention"),
+        ("cuda", "fp32", "efficient_attention"),
+        ("cuda", "fp64", ""),
+    ],
+)
+def test_attention_is_that_of_the_device_which_computes(device: str, compute: str, kernel: str) -> None:
+    """Over the block of the rank before, and over the rank's own, where it is causal."""
     config = {
         "batch": {"size": 1},
+        "precision": {"compute": compute},
         "mesh": {"cp": 2},
         "context": {"method": "ring", "balance": "contiguous"},
         "memory": {"activations": "keep"},
     }
     trace = dry_run(
-        partial(models.llama, num_hidden_layers=1),
+        partial(models.llama, num_hidden_layers=1, hidden_size=32),
         Config.load(config).resolve(2),
         1,
         batch=lambda _: models.tokens(1, 64),
@@ -79,10 +88,28 @@ def test_attention_is_that_of_the_device_which_computes(device: str, taken: int)
     )
     computed = [each for part in trace.segments for each in part.events if isinstance(each, Compute)]
     calls = [each for each in computed if "scaled_dot_product" in each.op]
-    backward = [each for each in calls if "backward" in each.op]
-    assert len(calls) == 2 * taken and len(backward) == taken
-    product = 2 * 4 * 32 * 32 * (24 // 4)
-    assert sum(each.flops for each in calls) == taken * (2 + 5) * product
+    names = [f"_scaled_dot_product_{kernel}{way}" for way in ("", "_backward") for _ in range(2)]
+    assert [each.op for each in calls] == (names if kernel else [])
+    product = 2 * 4 * 32 * 32 * (32 // 4)
+    assert [each.flops for each in calls] == [n * product for n in (2, 2, 5, 5)][: len(calls)]
+    # the own block is the first forward and the last backward, while the other one comes
+    assert [each.causal for each in calls] == [True, False, False, True][: len(calls)]
+
+
+def test_more_samples_fit_where_the_loss_is_in_chunks() -> None:
+    """On a device whose memory is between what four samples take with whole logits, and with chunks."""
+    whole = {"mesh": {"cp": 1}, "data": {"sequence": 256, "vocab_size": 4096}, "batch": {"size": 16}}
+    chunks = whole | {"context": {"loss_chunk": 64}}
+    four = {"batch": {"size": 16, "micro": 4}}
+    details = [planned("ring", **(each | four)).details for each in (whole, chunks)]
+    peaks = [each.worst.memory.peak for each in details if each is not None]
+    assert peaks[0] - peaks[1] > 4 * 256 * 4096 * 4  # a copy of all logits
+    cluster = Cluster.load("cpu")
+    memory = type(cluster.device.memory)(sum(peaks) // 2)
+    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory": memory})})
+    best = [planned("ring", **each, cluster=small).found.best[0] for each in (whole, chunks)]
+    few, many = (int(each.layout.config.batch.micro) for each in best)
+    assert few < 4 == many
 
 
 def test_auto_takes_cp_where_a_long_sequence_fits_nowhere_else() -> None:

@@ -279,7 +279,8 @@ class ContextSection(Section):
         "all that its queries may see; {ulysses = 4, ring = 2}: ulysses among each 4 neighbours, and a ring "
         "over 2 such groups; "
         "auto: what sends the least between hosts, and then in all: ring, ulysses where the ranks divide the "
-        "heads, or ulysses inside of hosts and a ring across.",
+        "heads, or ulysses inside of hosts and a ring across; and gather for batches of documents so short "
+        "that it sends at most half of that.",
     )
     balance: Literal["auto", "contiguous", "zigzag", "documents", "blocks"] = Field(
         default="auto",

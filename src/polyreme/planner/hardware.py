@@ -29,7 +29,7 @@ Shape = Annotated[str, Field(pattern=r"^[1-9]\d*(x[1-9]\d*){2}$")]
 TILES = ((1, 1), (1, 0.5), (0.5, 0.5), (0.5, 0.25), (0.25, 0.25))
 """The blocks of a product's result that a kernel library chooses from, as parts of the largest."""
 CAUSAL = 0.5
-"""The part of the square of scores that fused attention computes: models of language are causal."""
+"""The part of the square of scores that fused attention computes where it is causal."""
 LEAST_DEPTH = 512
 """The fewest numbers of the inner dimension for which a product is split along it."""
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}

@@ -301,7 +301,8 @@ class Recorder(TorchDispatchMode):
                 nbytes += sum(each.nbytes for each in written[:1])
             dtype = str((made or given)[0].dtype).removeprefix("torch.")
             flops = _flops(func, args, kwargs, found)
-            compute = Compute(name, flops, nbytes, _shape(func, args, made), dtype)
+            causal = _is_causal(func, args, kwargs)
+            compute = Compute(name, flops, nbytes, _shape(func, args, made), dtype, causal)
         alone = all(each.device.type == self._device for each in given)
         if schema.is_mutable:
             makes = bool(made) and fresh and all(each.alias_info is None for each in schema.returns)
@@ -421,6 +422,14 @@ def _flops(func: Any, args: Any, kwargs: Any, found: Any) -> int:
         return _ON_CPU[packet](*args, **kwargs)
     formula = _FORMULAS.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=found))
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether attention leaves out the keys after a query."""
+    for at, each in enumerate(func._schema.arguments):
+        if each.name == "is_causal":
+            return bool(args[at] if at < len(args) else kwargs.get(each.name, each.default_value))
+    return False
 
 
 _PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}

@@ -403,7 +403,8 @@ def _seconds(event: Compute, cluster: Cluster) -> tuple[str, float]:
     dtype = SHORT.get(event.dtype, "fp32")
     if "attention" in event.op:
         part = device.attention_backward if "backward" in event.op else device.attention
-        return ATTENTION, max(moved, event.flops * CAUSAL / (device.rate(dtype) * part))
+        done = event.flops * (CAUSAL if event.causal else 1)
+        return ATTENTION, max(moved, done / (device.rate(dtype) * part))
     if len(event.shape) == 4:
         batch, m, n, k = event.shape
         worked = device.product(event.shape, dtype) * event.flops / (2 * batch * m * n * k)

@@ -21,13 +21,15 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 class Compute(NamedTuple):
     """One operator on the device. bytes: read and written. shape: (batch, m, n, k) of matrix products, else
-    (). dtype: of its result, such as "bfloat16"."""
+    (). dtype: of its result, such as "bfloat16". causal: attention that leaves out the keys after a query,
+    which `flops` count."""
 
     op: str
     flops: int
     bytes: int
     shape: tuple[int, ...]
     dtype: str
+    causal: bool = False
 
 
 class Collective(NamedTuple):

@@ -1,9 +1,9 @@
 """Attention of queries over blocks of keys, one after the other, and its gradients.
 
 The output over several blocks is merged by their log-sum-exps (Dao et al. 2022, "FlashAttention"; Liu et al.
-2023, "Ring Attention"). On CPUs a fused kernel computes it (`fused`). What it does not take is computed a
-tile of scores at a time, in float32, or in float64 where numbers are. Grouped heads are not repeated: the
-queries of a group are rows of one product.
+2023, "Ring Attention"). Fused kernels compute it (`fused`). What they do not take is computed a tile of
+scores at a time, in float32, or in float64 where numbers are. Grouped heads are not repeated: the queries of
+a group are rows of one product.
 
 Communication: none."""
 
@@ -39,8 +39,7 @@ class Merged:
         """Merge the output of a tile of queries over more keys."""
         before, here = self.lse[:, :, tile], self.output[:, :, tile]
         total = torch.logaddexp(before, lse)
-        old, new = ((each - _finite(total)).exp().unsqueeze(-1) for each in (before, lse))
-        here.mul_(old).addcmul_(output.to(here.dtype), new)
+        here.lerp_(output.to(here.dtype), (lse - _finite(total)).exp().unsqueeze(-1))
         before.copy_(total)
 
     def add_sinks(self, sinks: Tensor) -> None:

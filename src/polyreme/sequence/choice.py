@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from polyreme.config.schema import ContextSection
 from polyreme.errors import ConfigError, Problem
@@ -20,12 +21,14 @@ from polyreme.sequence.methods import Method, repeats
 @dataclass(frozen=True)
 class Choice:
     """The way that attention is computed, and why it was chosen. ulysses: neighbours that swap heads. ring:
-    groups of them over which keys and values meet queries."""
+    groups of them over which keys and values meet queries. sent: how often a rank sends as many elements as
+    its keys have in a step, between hosts where there are several; 0 where that does not choose."""
 
     method: Method
     reason: str
     ulysses: int
     ring: int
+    sent: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.ulysses} ulysses x {self.ring} ring" if self.method == "mix" else self.method
@@ -59,14 +62,14 @@ def choose(
         if heads % ulysses == 0 and (name != "mix" or 1 < local < cp)
     }
     best, *others = sorted(sent, key=lambda name: sent[name])
-    if not others:
-        reason = f"{cp} ranks do not divide the {heads} heads of a rank, as ulysses needs"
-        return Choice("ring", reason, 1, cp)
     where = " between hosts" if local < cp else ""
     counts = {name: between if where else total for name, (between, total) in sent.items()}
     more = " and ".join(f"{name} {counts[name]:.3g} times" for name in others)
     reason = f"it sends {counts[best]:.3g} times a rank's keys{where} in a step, and {more}"
-    return Choice(best, reason, ways[best], cp // ways[best])
+    if not others:
+        reason = f"{cp} ranks do not divide the {heads} heads of a rank, as ulysses needs"
+    reason += "; gather where documents are so short that it sends at most half of that"
+    return Choice(best, reason, ways[best], cp // ways[best], counts[best])
 
 
 def times_sent(heads: int, shared: int, ulysses: int, ring: int, local: int) -> tuple[float, float]:
@@ -77,6 +80,18 @@ def times_sent(heads: int, shared: int, ulysses: int, ring: int, local: int) -> 
     leaving = min(ulysses, local) / local  # of the ranks of a host, those whose next in the ring is elsewhere
     between = swapped * max(0, ulysses - local) + round_ * leaving * (cp > local)
     return between, swapped * (ulysses - 1) + round_
+
+
+def times_gathered(documents: Tensor, ranks: int, window: int | None) -> float:
+    """Return how often a rank sends as many elements as its keys have, forward and backward, where each rank
+    gathers what its contiguous part needs. documents: of each token, (samples, tokens)."""
+    place, ends = torch.arange(documents.shape[1]), torch.ones_like(documents, dtype=torch.bool)
+    ends[:, :-1] = documents[:, 1:] != documents[:, :-1]
+    last = torch.where(ends, place, len(place)).flip(1).cummin(1).values.flip(1)
+    if window is not None:
+        last = last.minimum(place + window - 1)
+    each = len(place) // ranks
+    return 6 * float((last // each - place // each).amax(0).sum()) / len(place)
 
 
 def refuse(model: nn.Module, section: ContextSection, cp: int, tp: int, own_loss: bool) -> None:

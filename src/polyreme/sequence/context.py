@@ -39,8 +39,8 @@ from polyreme.models.huggingface import register_masks, shifts_labels
 from polyreme.models.patches import Patches
 from polyreme.sequence import documents as documents_of
 from polyreme.sequence.batches import part_of, shifted, tokens_of, whole_of
-from polyreme.sequence.choice import Choice, choose, neighbours, refuse
-from polyreme.sequence.documents import DROPPED
+from polyreme.sequence.choice import Choice, choose, neighbours, refuse, times_gathered
+from polyreme.sequence.documents import DROPPED, Documents
 from polyreme.sequence.kept import place, setting
 from polyreme.sequence.layout import Layout, Sharing
 from polyreme.sequence.methods import attention
@@ -51,6 +51,9 @@ NAME = "polyreme_context"
 """The name of our function among transformers' attentions."""
 MASKED = "polyreme_context_masked"
 """Its name in models of texts behind others, which may make masks of whole sequences."""
+
+UNEVEN = 1.02
+"""How much more the fullest rank may compute where that saves half of what is sent."""
 
 CACHES = ("cache", "past_key_values", "cache_params")
 """Arguments of mixers with their states so far."""
@@ -66,8 +69,8 @@ _owners_of_configs: dict[int, ContextParallel] = {}
 @dataclass(frozen=True)
 class Division:
     """How the sequences of a step were divided. method: how attention was computed (`context.method`).
-    balance: which tokens ranks had, by micro-batch where these differ. load: what the fullest rank computed,
-    over the mean, counted in operations."""
+    balance: which tokens ranks had; both by micro-batch where these differ. load: what the fullest rank
+    computed, over the mean, counted in operations."""
 
     method: str
     balance: str
@@ -103,6 +106,9 @@ class ContextParallel:
         elif choice.ulysses > 1:
             heads, ring = mesh.split("cp", choice.ulysses, ("cp_ulysses", "cp_ring"))
         self._sharing = Sharing(mesh.cp, ring, heads, choice.method == "gather", split, section.balance)
+        self._gathering: Sharing | None = None  # of batches of short documents
+        if choice.sent and facts.causal and section.balance in ("auto", "contiguous"):
+            self._gathering = Sharing(mesh.cp, mesh.cp, Axis("cp"), True, split, "contiguous")
         self._shifts, self._text, self._first = shifts_labels(model), text_model(model), first_position(model)
         self._filler, self._takes_positions = filler(model), takes(model, "position_ids")
         self._work = Work(facts.pair, facts.token, facts.causal, facts.window)
@@ -164,7 +170,7 @@ class ContextParallel:
         samples, length = main.shape[:2]
         found = documents_of.find(batch, samples, length, self._first)
         self.whole = values = shifted(batch, found, self._shifts)
-        layout = self._layouts[microbatch] = Layout.of(found, self._sharing, self._work)
+        layout = self._layouts[microbatch] = self._layout(found)
         if self._text is None:
             if found.plain and self._takes_positions:
                 values["position_ids"] = found.positions.to(main.device)
@@ -180,6 +186,17 @@ class ContextParallel:
             for name, value in values.items()
             if name not in DROPPED or name == "attention_mask"
         }
+
+    def _layout(self, found: Documents) -> Layout:
+        """Return where tokens lie: contiguous, for keys to be gathered, where that sends at most half."""
+        layout, gathering = Layout.of(found, self._sharing, self._work), self._gathering
+        if gathering is None or not found.several:
+            return layout
+        sent = times_gathered(layout.documents, gathering.ranks.size, self._work.window)
+        if 2 * sent > self.choice.sent:
+            return layout
+        other = Layout.of(found, gathering, self._work)
+        return other if other.parts.load <= UNEVEN * layout.parts.load else layout
 
     @contextmanager
     def forward(self, batch: Any) -> Iterator[dict[str, Any]]:
@@ -198,17 +215,20 @@ class ContextParallel:
 
     def division(self, microbatches: int) -> Division:
         """Return how so many micro-batches were divided, which were cut last."""
-        parts = [self._layouts[each].parts for each in range(microbatches)]
+        layouts = [self._layouts[each] for each in range(microbatches)]
+        parts = [each.parts for each in layouts]
         mean = sum(each.mean for each in parts)
         load = sum(each.most for each in parts) / mean if mean else 1.0
-        names = dict.fromkeys(each.balance for each in parts)
-        return Division(str(self.choice), ", ".join(names), load)
+        methods = ["gather" if each.sharing.gathers else str(self.choice) for each in layouts]
+        balances = dict.fromkeys(each.balance for each in parts)
+        return Division(", ".join(dict.fromkeys(methods)), ", ".join(balances), load)
 
     # ---- what gets more than a part, or tells where it lies
 
     def _now(self, what: str) -> Layout:
         """Return where the tokens of the micro-batch are that a module, `what`, is called with."""
-        if (layout := place.get()) is not None and layout.sharing is self._sharing:
+        layout = place.get()
+        if layout is not None and any(layout.sharing is each for each in (self._sharing, self._gathering)):
             return layout
         if self._at is None:
             raise ModelError(

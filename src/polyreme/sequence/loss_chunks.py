@@ -55,13 +55,19 @@ class Head:
 def chunk_loss(model: nn.Module, tokens: int, patches: Patches) -> None:
     """Compute the loss of a transformers model in chunks of so many `tokens`. Raises ConfigError for a model
     without a head that gives logits."""
+    name = type(plain_model(model)).__name__
+    if (head := head_of(model)) is None:
+        reason = f"{name} has no linear head that its logits come from"
+        raise ConfigError([Problem(KEY, tokens, reason, OFF)])
+    later = Head(head, head.forward, tokens, name)
+    patches.forward(head, InPlace(head.forward, later))
+
+
+def head_of(model: nn.Module) -> nn.Linear | None:
+    """Return the linear head that the logits of a transformers model come from."""
     plain: Any = plain_model(model)
     head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
-    if not isinstance(head, nn.Linear):
-        reason = f"{type(plain).__name__} has no linear head that its logits come from"
-        raise ConfigError([Problem(KEY, tokens, reason, OFF)])
-    later = Head(head, head.forward, tokens, type(plain).__name__)
-    patches.forward(head, InPlace(head.forward, later))
+    return head if isinstance(head, nn.Linear) else None
 
 
 class ChunkedLogits(Tensor):

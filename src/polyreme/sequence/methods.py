@@ -1,18 +1,18 @@
 """Attention over a sequence whose tokens are divided over the ranks of an axis, in ways that give the same
 numbers.
 
-`ring`: blocks of keys and values go round, one step at a time; while one is computed with, the next is under
-way. In the backward each block's gradient begins at the next rank and ends at home. `gather`: every rank has
-all keys and values that its queries may see for a while. `ulysses`: each rank gets all tokens of some of the
-heads. `mix`: neighbours do so with their own tokens, and over groups of them keys and values of these heads
-go round.
+`ring`: blocks of keys and values go round, one step at a time, each up to the last rank that needs some of
+it; while one is computed with, the next is under way. In the backward each block's gradient begins at the
+next rank, and goes home from the last one. `gather`: every rank has all keys and values that its queries may
+see for a while. `ulysses`: each rank gets all tokens of some of the heads. `mix`: neighbours do so with their
+own tokens, and over groups of them keys and values of these heads go round.
 
 Communication, per rank, with b the elements of its keys (and of its values): `ring` 2(n-1) b forward and
-4(n-1) b backward; `gather` as much at most, in one collective each way: keys and values that another rank's
-queries may see, and the gradients of those that its own may see; `ulysses` 2(t+g)(n-1)/n b each way, for g
-heads of queries for one of keys, which are repeated t times; `mix` that of ulysses among its neighbours, and
-t times that of a ring of groups. A recomputation sends nothing (`kept`). All ranks must call the same
-operations in the same order."""
+4(n-1) b backward, or 2h b and 4h b for a block that goes on to h ranks; `gather` as much at
+most, in one collective each way: keys and values that another rank's queries may see, and the gradients of
+those that its own may see; `ulysses` 2(t+g)(n-1)/n b each way, for g heads of queries for one of keys, which
+are repeated t times; `mix` that of ulysses among its neighbours, and t times that of a ring of groups. A
+recomputation sends nothing (`kept`). All ranks must call the same operations in the same order."""
 
 from __future__ import annotations
 
@@ -62,6 +62,20 @@ class Across:
     def wanted(self) -> list[Tensor]:
         """For each rank, which of this rank's tokens its queries may see."""
         return [reached(each, self.mine, self.rule) for each in self.tokens]
+
+    @cached_property
+    def hops(self) -> list[int]:
+        """Of each rank's tokens, how many ranks on the last one is whose queries may see some."""
+        size = self.axis.size
+
+        def needed(of: int, hops: int) -> bool:
+            return len(reached(self.tokens[(of + hops) % size], self.tokens[of], self.rule)) > 0
+
+        return [next((n for n in range(size - 1, 0, -1) if needed(of, n)), 0) for of in range(size)]
+
+    def comes(self, rank: int, step: int) -> bool:
+        """Return whether the keys of the rank so many steps before a rank come to it in a ring."""
+        return self.hops[(rank - step) % self.axis.size] >= step
 
     @cached_property
     def reached(self) -> list[Tokens]:
@@ -116,6 +130,11 @@ class _Pack:
         shapes = [torch.Size((*each.shape[:2], len(at), each.shape[3])) for each in (key, value)]
         return cls(*shapes)
 
+    @property
+    def size(self) -> int:
+        """The elements of both."""
+        return self.key.numel() + self.value.numel()
+
     def join(self, key: Tensor, value: Tensor) -> Tensor:
         return torch.cat([key.reshape(-1), value.reshape(-1)])
 
@@ -124,12 +143,40 @@ class _Pack:
         return flat[:count].view(self.key), flat[count:].view(self.value)
 
 
-def _round(axis: Axis, sent: Tensor, received: Tensor, of: str) -> Work:
-    """Begin to send to the next rank of the axis, and to receive from the one before."""
-    to, source = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    out, into = [0] * axis.size, [0] * axis.size
-    out[to], into[source] = sent.numel(), received.numel()
-    return axis.all_to_all(received, sent, into, out, of)
+def _passed(axis: Axis, sent: Tensor, to: int, sizes: list[int], of: str) -> tuple[tuple[Tensor, ...], Work]:
+    """Begin to send to one rank of the axis, and to receive so many elements from each."""
+    out = [0] * axis.size
+    out[to % axis.size] = sent.numel()
+    received = sent.new_empty(sum(sizes))
+    return received.split(sizes), axis.all_to_all(received, sent, sizes, out, of)
+
+
+def _onward(across: Across, here: Tensor, step: int, pack: _Pack) -> tuple[Tensor, Work]:
+    """Begin to send the keys and values that this rank has after so many steps to the next one, and to
+    receive those that the one before has; none where no rank from there on needs them."""
+    axis, rank = across.axis, across.axis.rank
+    if step == max(across.hops):
+        return here[:0], DONE
+    sizes = [0] * axis.size
+    sizes[rank - 1] = pack.size * across.comes(rank, step + 1)
+    sent = here if across.comes(rank + 1, step + 1) else here[:0]
+    received, work = _passed(axis, sent, rank + 1, sizes, " of keys and values")
+    return received[rank - 1], work
+
+
+def _homeward(across: Across, total: Tensor, step: int, pack: _Pack) -> tuple[Tensor, Tensor, Work]:
+    """Begin to send the gradients of the keys and values that this rank has after so many steps on with them,
+    or home from the last rank that needs them. Return those of the keys that come next, and those that come
+    home."""
+    axis, rank, hops = across.axis, across.axis.rank, across.hops
+    source, last = (rank - step) % axis.size, (rank + step) % axis.size
+    sizes = [0] * axis.size
+    sizes[rank - 1] = pack.size * across.comes(rank, step + 1)
+    if hops[rank] == step:
+        sizes[last] = pack.size
+    to = source if hops[source] == step else rank + 1
+    received, work = _passed(axis, total, to, sizes, " of gradients of keys and values")
+    return received[rank - 1], received[last], work
 
 
 def _forward(ctx: Any, attend: Attend, sinks: Tensor | None, across: Across, *inputs: Tensor) -> Tensor:
@@ -162,18 +209,15 @@ def _ended(incoming: Incoming, key: Tensor, grads: tuple[Tensor, Tensor], sinks:
 
 
 def _ring(merged: Merged, query: Tensor, key: Tensor, value: Tensor, across: Across) -> None:
-    axis, pack, block = across.axis, _Pack(key.shape, value.shape), (key, value)
-    here = pack.join(key, value) if axis.size > 1 else key
-    for step in range(axis.size):
-        following, work = here, DONE
-        if step + 1 < axis.size:
-            following = torch.empty_like(here)
-            work = _round(axis, here, following, " of keys and values")
-        source = (axis.rank - step) % axis.size
-        attend(merged, query, *block, across.mine, across.tokens[source], across.rule)
-        work.settle()
-        if work is not DONE:
-            here, block = following, pack.split(following)
+    rank, pack, steps = across.axis.rank, _Pack(key.shape, value.shape), max(across.hops)
+    here = pack.join(key, value) if steps else key
+    for step in range(steps + 1):
+        following, coming = _onward(across, here, step, pack)
+        if across.comes(rank, step):
+            block = pack.split(here) if step else (key, value)
+            attend(merged, query, *block, across.mine, across.tokens[rank - step], across.rule)
+        coming.settle()
+        here = following
 
 
 class _Ring(Function):
@@ -187,35 +231,32 @@ class _Ring(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         across: Across = ctx.across
-        axis, (incoming, key, value, of_sinks) = across.axis, _begin(ctx, grad)
-        pack, mine = _Pack(key.shape, value.shape), across.mine
-        if axis.size == 1:
-            grads = differentiate(incoming, key, value, mine, mine, across.rule)
-            return _ended(incoming, key, grads, of_sinks)
-        here = pack.join(key, value)
-        following = torch.empty_like(here)
-        coming = _round(axis, here, following, " of keys and values")
-        total, arriving, home = torch.empty(0), DONE, torch.empty(0)
-        for step in range(1, axis.size + 1):
+        incoming, key, value, of_sinks = _begin(ctx, grad)
+        rank, pack, steps = across.axis.rank, _Pack(key.shape, value.shape), max(across.hops)
+        here = pack.join(key, value) if steps else key
+        following, coming = _onward(across, here, 0, pack)
+        before = back = home = incoming.lse.new_empty(0)
+        arriving = DONE
+        for step in range(1, steps + 1):
             coming.settle()
-            here, block = following, pack.split(following)
-            if step == axis.size:
-                block, coming = (key, value), DONE
-            elif step + 1 < axis.size:
-                following = torch.empty_like(here)
-                coming = _round(axis, here, following, " of keys and values")
-            else:
-                coming = DONE
-            source = (axis.rank - step) % axis.size
-            own = differentiate(incoming, *block, mine, across.tokens[source], across.rule)
+            here = following
+            following, coming = _onward(across, here, step, pack)
+            total = incoming.lse.new_empty(0)
+            if across.comes(rank, step):
+                block, tokens = pack.split(here), across.tokens[rank - step]
+                total = pack.join(*differentiate(incoming, *block, across.mine, tokens, across.rule))
             arriving.settle()
-            total = pack.join(*own)
-            if step > 1:
-                total += home
-            if step < axis.size:
-                home = torch.empty_like(total)
-                arriving = _round(axis, total, home, " of gradients of keys and values")
-        return _ended(incoming, key, pack.split(total), of_sinks)
+            if step > 1 and across.comes(rank, step):
+                total += before
+            before, back, arriving = _homeward(across, total, step, pack)
+            if across.hops[rank] == step:
+                home = back
+        grads = differentiate(incoming, key, value, across.mine, across.mine, across.rule)
+        arriving.settle()
+        if across.hops[rank]:
+            for own, others in zip(grads, pack.split(home), strict=True):
+                own += others
+        return _ended(incoming, key, grads, of_sinks)
 
 
 def _gather(merged: Merged, query: Tensor, key: Tensor, value: Tensor, across: Across) -> None:
@@ -265,7 +306,7 @@ def _exchanged(
     axis: Axis, sent: Sequence[Tensor], packs: Sequence[_Pack], of: str
 ) -> list[tuple[Tensor, Tensor]]:
     """Give each rank its part of keys and values, and return those of all for this one."""
-    sizes = [pack.key.numel() + pack.value.numel() for pack in packs]
+    sizes = [pack.size for pack in packs]
     flat = torch.cat([*sent])
     received = flat.new_empty(sum(sizes))
     axis.all_to_all(received, flat, sizes, [each.numel() for each in sent], of).settle()

@@ -61,7 +61,7 @@ class Tiled:
 def tile_mlps(blocks: Mapping[str, nn.Module], tokens: int, patches: Patches) -> None:
     """Compute the MLPs of a model's blocks over tiles of so many `tokens`. Raises ConfigError for blocks
     without one that works on each token by itself."""
-    found = {name: _mlps(block) for name, block in blocks.items()}
+    found = {name: mlps_of(block) for name, block in blocks.items()}
     if without := [name for name, mlps in found.items() if not mlps]:
         reason = (
             f"{named(without, 3)} has no MLP of its own, a module of one of the kinds "
@@ -74,7 +74,7 @@ def tile_mlps(blocks: Mapping[str, nn.Module], tokens: int, patches: Patches) ->
         patches.forward(mlp, InPlace(mlp.forward, Tiled(mlp, mlp.forward, tokens)))
 
 
-def _mlps(block: nn.Module) -> list[nn.Module]:
+def mlps_of(block: nn.Module) -> list[nn.Module]:
     """Return the outermost MLPs of a block, none of one with experts."""
     inside: set[nn.Module] = set()
     found = []

@@ -5,7 +5,7 @@ Communication: none."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 TILE = 1024
 """Queries, and keys, whose scores are computed together."""
+LONG = 8
+"""So many of these are a tile of a kernel that holds no scores, where all are seen in the same way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +54,14 @@ class Rule:
 @dataclass(frozen=True)
 class Tokens:
     """Tokens of one rank, or of all. place: in their sequence; document: of each as a query; key: as a key,
-    -1 for padding, which none sees. Tensors of (samples, tokens). tile: tokens of a tile, at most."""
+    -1 for padding, which none sees. Tensors of (samples, tokens). tile: the most tokens of a tile; stretch:
+    those of one that has a single stretch of a document, alike in all samples, where they may be more."""
 
     place: Tensor
     document: Tensor
     key: Tensor
     tile: int = TILE
+    stretch: int | None = None
     _moved: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -73,9 +77,17 @@ class Tokens:
                 found.append(slice(start, begin))
                 start = begin
             if end - start >= self.tile // 4 or end == length:
-                found += (slice(at, min(at + self.tile, end)) for at in range(start, end, self.tile))
+                size = self.tile
+                if start == begin < end and all((one[:, start] == one[0, start]).all() for one in stretches):
+                    size = self.stretch or size
+                found += (slice(at, min(at + size, end)) for at in range(start, end, size))
                 start = end
         return found
+
+    @cached_property
+    def in_stretches(self) -> Tokens:
+        """These tokens, in longer tiles where all of a tile is seen in the same way."""
+        return replace(self, stretch=LONG * self.tile)
 
     def at(self, index: Tensor) -> Tokens:
         """Return some of the tokens."""
@@ -123,15 +135,16 @@ def reached(queries: Tokens, keys: Tokens, rule: Rule) -> Tensor:
 
 
 def _kinds(queries: Tokens, keys: Tokens, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of each tile of queries with each of keys, (tiles, tiles): whether a query may see a key, whether
-    all see all, and whether each sees the keys up to its own number in the tile and no others."""
+    """Return of each tile of queries with each of keys, (tiles, tiles): whether a query may see a key;
+    whether all see all; and whether each sees the keys up to its own number in the tile and no others."""
     low, high, first, last, _, _ = queries.ranges[:, :, None]
     start, stop, _, _, least, most = keys.ranges
     some = (first <= most) & (least <= last)
     alone = (first == last) & (last == least) & (least == most)
     if rule.mask is not None:
         alone &= False
-    whole, diagonal = alone.clone(), alone & (low == start) & queries.consecutive[:, None] & keys.consecutive
+    alike = queries.consecutive[:, None] & keys.consecutive & (low == start) & (high == stop)
+    whole, diagonal = alone.clone(), alone & alike
     if rule.causal:
         some &= start <= high
         whole &= stop <= low
@@ -182,7 +195,9 @@ class Pairs:
 
 def pairs(queries: Tokens, keys: Tokens, rule: Rule, device: torch.device, joined: bool) -> Iterator[Pairs]:
     """Yield all pairs of a query and a key that it sees, a tile of queries and one of keys at a time. joined:
-    consecutive tiles of keys that are seen wholly are one, and `causal` is used."""
+    tiles are longer, consecutive ones of keys that are seen wholly are one, and `causal` is used."""
+    if joined and rule.window is None and rule.mask is None:
+        queries, keys = queries.in_stretches, keys.in_stretches
 
     some, whole, diagonal = _kinds(queries, keys, rule)
     kind = (torch.where(diagonal & joined, 2, whole.long())).tolist()

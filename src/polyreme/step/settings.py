@@ -119,7 +119,7 @@ def run_settings(config: Config, device: torch.device | None = None) -> RunSetti
         config.share,
         config.optimizer,
         placement_settings(config, device or device_of_ranks()),
-        ForwardSettings(config.precision.compute, memory, config.data.sequence),
+        ForwardSettings(config.precision.compute, memory, config.data.sequence, config.context),
     )
 
 

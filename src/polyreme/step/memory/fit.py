@@ -164,7 +164,8 @@ def _activations(run: RunSettings, whole: Kept, share: float) -> int:
         stages = len(stage_ranks(run.schedule, pp, run.virtual))
         table = build(run.schedule, pp, run.microbatches, run.virtual)
         fraction *= max(peak_activations(row) for row in table) / stages
-    return int(share * fraction * whole.bytes + share * 2 * whole.largest / tp / run.axes["cp"])
+    grows = share * fraction * whole.bytes + share * 2 * whole.largest / tp / run.axes["cp"]
+    return int(grows + whole.tile / tp)
 
 
 class FirstBatch:

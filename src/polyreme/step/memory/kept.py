@@ -6,6 +6,7 @@ Invariant: no number is read, and no memory taken. Communication: none."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyreme.config.schema import MemorySection
+from polyreme.config.schema import ContextSection, MemorySection
 from polyreme.errors import PolyremeError
 from polyreme.models import huggingface
 from polyreme.models.huggingface import tensors_in
 from polyreme.models.wrappers import unwrap
+from polyreme.sequence.loss_chunks import head_of
+from polyreme.sequence.mlp_tiles import mlps_of
 from polyreme.step.memory.recomputation import overloads
 from polyreme.step.precision import DTYPES, autocast
 
@@ -28,10 +31,12 @@ from polyreme.step.precision import DTYPES, autocast
 @dataclass(frozen=True)
 class Kept:
     """The memory for the backward of one micro-batch of an undivided model. bytes: kept by forwards, with one
-    recomputed block. largest: the largest tensor, of which the backward makes a gradient."""
+    recomputed block. largest: the largest tensor, of which the backward makes a gradient. tile: of what is
+    computed over so many tokens at a time, and made again in backward, of any number of samples."""
 
     bytes: int
     largest: int
+    tile: int = 0
 
 
 def device_of_ranks() -> torch.device:
@@ -42,11 +47,12 @@ def device_of_ranks() -> torch.device:
 @dataclass(frozen=True)
 class ForwardSettings:
     """The settings of forwards: their format (`precision.compute`), the activations that they keep
-    (`memory`), and the tokens of each sample."""
+    (`memory`), the tokens of each sample, and how many are computed at a time (`context`)."""
 
     compute: str
     memory: MemorySection
     sequence: int
+    context: ContextSection
 
 
 def kept(
@@ -73,7 +79,8 @@ def kept_by(
     calls the module, with inputs from a function that it is given, which returns a tensor without numbers in
     the place of a real one, with another shape if given."""
     dtype = DTYPES[settings.compute]
-    counting = _Counting(settings.memory, list(huggingface.find_blocks(module).values()))
+    blocks = [*huggingface.find_blocks(module).values()]
+    counting = _Counting(settings.memory, blocks, _tiled(module, blocks, settings.context))
 
     def fake(tensor: Tensor, *shape: int) -> Tensor:
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
@@ -109,17 +116,28 @@ def _replace(module: nn.Module, fake: Any) -> None:
                 each._buffers[name] = fake(buffer).to(buffer.dtype)
 
 
-class _Counting:
-    """Counts the bytes of each storage that a forward keeps: by block for recomputed blocks, and together for
-    all others and the blocks' inputs."""
+def _tiled(module: nn.Module, blocks: list[nn.Module], context: ContextSection) -> dict[nn.Module, int]:
+    """Return what is computed over tiles, with the tokens of each: MLPs, and the head with the loss."""
+    found = dict[nn.Module, int]()
+    if context.mlp_tile != "none":
+        found |= dict.fromkeys((mlp for block in blocks for mlp in mlps_of(block)), context.mlp_tile)
+    if context.loss_chunk != "none" and (head := head_of(module)) is not None:
+        found[head] = context.loss_chunk
+    return found
 
-    def __init__(self, memory: MemorySection, blocks: list[nn.Module]) -> None:
+
+class _Counting:
+    """Counts the bytes of each storage that a forward keeps: by block for recomputed blocks, by module for
+    what is computed over tiles, and together for all others and the inputs of both."""
+
+    def __init__(self, memory: MemorySection, blocks: list[nn.Module], tiled: dict[nn.Module, int]) -> None:
+        self._tiled, self._parts = tiled, dict[nn.Module, float]()
         self._again = blocks[:: memory.recompute_every] if memory.activations != "keep" else []
         # otherwise they are in host memory or in files
         self._keeps_inputs = memory.activations == "recompute"
         self._saves = {*overloads(memory.recompute_save)} if self._again else set()
         self._shared: dict[int, int] = {}
-        self._of_block: dict[nn.Module, dict[int, int]] = {block: {} for block in self._again}
+        self._inside_of: dict[nn.Module, dict[int, int]] = {each: {} for each in (*self._again, *tiled)}
         self._inside: list[nn.Module] = []
         self._fixed: set[int] = set()
         self._alive: list[Tensor] = []  # so that no storage gets the id of a freed one
@@ -128,8 +146,8 @@ class _Counting:
     def forward(self, parameters: Iterator[nn.Parameter]) -> Iterator[None]:
         """Count the storages that the forward inside keeps, but for parameters."""
         self._fixed = {parameter.untyped_storage()._cdata for parameter in parameters}
-        handles = [each.register_forward_pre_hook(self._enter, with_kwargs=True) for each in self._again]
-        handles += [each.register_forward_hook(self._leave) for each in self._again]
+        handles = [each.register_forward_pre_hook(self._enter, with_kwargs=True) for each in self._inside_of]
+        handles += [each.register_forward_hook(self._leave) for each in self._inside_of]
         with _Outputs(self._saves, self._saved), torch.autograd.graph.saved_tensors_hooks(self._pack, _same):
             yield
         for handle in handles:
@@ -137,16 +155,24 @@ class _Counting:
 
     def found(self) -> Kept:
         """Return the counted bytes."""
-        blocks = [{**each} for each in self._of_block.values()]
+        known = {**self._shared}
+        blocks = [_without(self._inside_of[each], self._shared) for each in self._again]
         for block in blocks:
-            for storage in block.keys() & self._shared.keys():
-                del block[storage]
-        largest = max((size for block in (self._shared, *blocks) for size in block.values()), default=0)
+            known |= block
+        largest = max(known.values(), default=0)
         once = max((sum(block.values()) for block in blocks), default=0)
-        return Kept(sum(self._shared.values()) + once, largest)
+        tiles = [0]
+        for module, part in self._parts.items():
+            sizes = _without(self._inside_of[module], known).values()
+            tiles.append(int(part * (sum(sizes) + 2 * max(sizes, default=0))))
+        return Kept(sum(self._shared.values()) + once, largest, max(tiles))
+
+    @property
+    def _here(self) -> dict[int, int]:
+        return self._inside_of[self._inside[-1]] if self._inside else self._shared
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        self._count(tensor, self._of_block[self._inside[-1]] if self._inside else self._shared)
+        self._count(tensor, self._here)
         return tensor
 
     def _saved(self, output: Any) -> None:
@@ -159,13 +185,21 @@ class _Counting:
             self._alive.append(tensor)
             into[storage._cdata] = storage.nbytes()
 
-    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        for tensor in tensors_in((args, kwargs)) if self._keeps_inputs else ():
-            self._count(tensor, self._shared)
-        self._inside.append(block)
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = tensors_in((args, kwargs))
+        if module in self._tiled:
+            self._parts[module] = min(1.0, self._tiled[module] / math.prod(given[0].shape[:-1]))
+        for tensor in given if module in self._tiled or self._keeps_inputs else ():
+            self._count(tensor, self._here)
+        self._inside.append(module)
 
-    def _leave(self, *_: Any) -> None:
-        self._inside.pop()
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if module not in self._tiled or not isinstance(module, nn.Linear):  # after a head comes its loss
+            self._inside.pop()
+
+
+def _without(sizes: dict[int, int], others: Collection[int]) -> dict[int, int]:
+    return {storage: size for storage, size in sizes.items() if storage not in others}
 
 
 class _Outputs(TorchDispatchMode):
