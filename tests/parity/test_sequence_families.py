@@ -188,6 +188,22 @@ def test_images_are_merged_before_sequences_are_cut(ranks: int, kind: str) -> No
     check(ranks, pictures(kind), [with_images(15, 0, kind), with_images(16, 1, kind)])
 
 
+TOWERS = {"qwen2_5_vl": "model.visual", "gemma3": "model.vision_tower"}
+"""Models of images, which every rank computes whole."""
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("gemma3", marks=whole)])
+def test_images_with_tensor_parallelism(kind: str) -> None:
+    mesh = {"cp": 2, "tp": 2, "tp_plan": {TOWERS[kind]: "replicate"}}
+    check(4, pictures(kind), [with_images(15, 0, kind), with_images(16, 1, kind)], mesh=mesh)
+
+
+def test_images_over_a_pipeline_are_refused_before_any_work() -> None:
+    config = settings(2, mesh={"cp": 2, "pp": 2})
+    said = refusal(ModelError, partial(pictures, "qwen2_5_vl"), config, ranks=4)
+    assert "has several lists of blocks" in said and "set mesh.pp = 1" in said
+
+
 def test_packed_documents_with_images() -> None:
     """By positions in three directions, which begin anew with each document."""
     model, parts = pictures("qwen2_5_vl"), [_document(0, 9), _document(1, 7)]

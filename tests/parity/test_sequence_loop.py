@@ -156,6 +156,30 @@ def test_a_loss_of_the_scripts_own_over_whole_sequences_is_weighted_by_its_label
     assert found == pytest.approx(expected, abs=1e-10, rel=0)
 
 
+def checkpointed(rank: int, world: int, reentrant: bool) -> list[float]:
+    """Losses and norms where transformers recomputes blocks, in backwards behind another forward."""
+    model: Any = model_of("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = []
+    with polyreme.initialize(model, settings({"cp": world})) as engine, Wide():
+        for step in range(STEPS):
+            for micro in micro_batches(batch_of("packed", step), engine):
+                loss = engine(**micro).loss
+                with torch.no_grad():
+                    engine({name: value[:1, :6] for name, value in batch_of("plain", step).items()})
+                loss.backward()
+            result = engine.step()
+            found += [result.loss, result.grad_norm]
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=whole)])
+def test_blocks_that_transformers_recomputes_are_those_of_their_forward(reentrant: bool) -> None:
+    expected = [number for record in plain("llama", "packed")[0] for number in record]
+    for found in threads.run(2, checkpointed, reentrant):
+        assert found == pytest.approx(expected, abs=1e-10, rel=0)
+
+
 def seen(rank: int, world: int) -> None:
     batch = batch_of("plain", 0)
     config = {"mesh": {"cp": world}, "batch": {"size": 4}, "precision": {"compute": "fp64"}}

@@ -545,6 +545,8 @@ def test_an_attention_that_sees_the_whole_sequence_is_an_error() -> None:
             "attention_mask of [2, 1, 13, 13]",
         ),
         (lambda batch: {**batch, "labels": torch.zeros(2).long()}, "labels of [2]"),
+        (lambda batch: {**batch, "position_ids": torch.arange(-5, 8).expand(2, 13)}, "position_ids have -5"),
+        (lambda batch: {name: value[:, :0] for name, value in batch.items()}, "a token or more"),
         (lambda batch: tuple(batch.values()), "a batch that is a tuple"),
     ],
 )
@@ -557,6 +559,19 @@ def test_a_batch_that_cannot_be_cut_is_refused(change: Callable[[dict[str, Tenso
                 engine.train_step([change(batch), batch])
 
     threads.run(2, one)
+
+
+def test_documents_that_transformers_does_not_read_are_refused_on_one_rank() -> None:
+    def one(rank: int, world: int) -> None:
+        batch = {**batch_of("plain", 0), "document_ids": torch.zeros(4, 13).long()}
+        with polyreme.initialize(tiny("llama")(), {"batch": {"size": 4}}) as engine:
+            for call in (engine.train_step, engine.eval_step, engine, lambda each: engine(**each)):
+                with pytest.raises(BatchError, match=r'document_ids, .* write context\.method = "gather"'):
+                    call(batch)
+            del batch["document_ids"]
+            assert engine.train_step(batch).loss > 0
+
+    threads.run(1, one)
 
 
 def test_the_model_is_plain_again_once_the_engine_is_closed() -> None:

@@ -406,6 +406,26 @@ def test_inspect_tells_which_ranks_form_which_axis(config: str) -> None:
     assert "ranks that form" not in polyreme("inspect", config)[1], "one rank forms none"
 
 
+def test_inspect_tells_how_attention_is_computed_over_hosts(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text('base = "h100"\nranks_per_host = 2\n')
+    over = ["--set", f"plan.cluster={tmp_path / 'cluster.toml'}"]
+
+    def told(heads: int, *more: str) -> str:
+        heads_of = f"num_attention_heads = {heads}\nnum_key_value_heads = 2"
+        (tmp_path / "run.toml").write_text(GOOD.replace("num_attention_heads = 16", heads_of))
+        words = ["inspect", str(tmp_path / "run.toml"), "-n", "4", "--set", "mesh.cp=4", *more]
+        status, output, errors = polyreme(*words)
+        assert status == 0, errors
+        return " ".join(output.split())
+
+    assert "(on one host: there is no plan.cluster" in told(16)
+    sent = "it sends 6 times a rank's keys between hosts with 2 of the ranks each in a step, ring 9 times"
+    assert f"over cp: 2 ulysses x 2 ring: {sent}, ulysses 20 times" in told(16, *over)
+    assert f"2 ring: {sent}; 4 ranks do not divide the 2 heads of a rank, as ulysses" in told(2, *over)
+    asked = told(16, *over, "--set", "context.method={ulysses = 2, ring = 2}")
+    assert f"2 ulysses x 2 ring: context.method says so; {sent}" in asked
+
+
 def test_inspect_tells_what_each_pipeline_stage_has(config: str) -> None:
     """The vocabulary is that of the tokenizer to come: 2048 x 64 numbers in the embedding and in the head."""
     divided = ["inspect", config, "-n", "2", "--set", "mesh.pp=2"]

@@ -136,14 +136,17 @@ def stage_summaries(config: Config) -> list[StageSummary]:
 
 
 def context_choice(config: Config) -> Choice | None:
-    """Return how attention is computed over context-parallel ranks, and why; None without them, or where the
-    config's model is not known on this machine. Raises ConfigError for one that they cannot divide."""
+    """Return how attention is computed over context-parallel ranks, and why, under a resolved config; None
+    without them, or where the config's model is not known on this machine. Ranks are on the hosts of
+    plan.cluster, and without one on a single host. Raises ConfigError for one that they cannot divide."""
     if config.mesh.cp == 1:
         return None
+    from polyreme.planner.hardware import Cluster
     from polyreme.planner.meta_model import attention, expected
 
-    model = expected(config.model, config.data)
-    return None if model is None else attention(model, config.mesh, config.context)
+    model, cluster = expected(config.model, config.data), config.plan.cluster
+    each = None if cluster is None else Cluster.load(cluster).ranks_per_host
+    return None if model is None else attention(model, config.mesh, config.context, each)
 
 
 def _stage_table(stages: list[StageSummary], measured: bool) -> Table:
@@ -181,7 +184,8 @@ def render_axes(config: Config, world_size: int) -> Group:
         table.add_row(name, str(len(members[0])), some(shown, "  |  "))
     parts: list[RenderableType] = [table]
     if choice := context_choice(config):
-        parts.append(f"attention over cp: {choice}: {choice.reason}")
+        hosts = "" if config.plan.cluster else " (on one host: there is no plan.cluster that says how many)"
+        parts.append(f"attention over cp: {choice}: {choice.reason}{hosts}")
     stages = stage_summaries(config)
     if stages:
         return Group(*parts, _stage_table(stages, config.pipeline.blocks == "time"))

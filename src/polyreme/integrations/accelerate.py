@@ -49,11 +49,10 @@ def prepare(
     `batch.size / (dp x micro)`-th call of `optimizer.step()` makes a step, and the one after the loader's
     last batch. Raises ConfigError for a pipeline, as no rank can call its whole model."""
     own = Config.load(config)
-    if own.mesh.pp > 1:
+    if own.mesh.pp > 1 or "mesh.pp" in own.searched:
         fix = "set 1, or call Engine.train_step, or take PolyremeTrainer"
-        raise ConfigError(
-            [Problem("mesh.pp", own.mesh.pp, "a loop calls the whole model, which is cut", fix)]
-        )
+        pp = "auto" if own.mesh.pp == 1 else own.mesh.pp
+        raise ConfigError([Problem("mesh.pp", pp, "a loop calls the whole model, which is cut", fix)])
     engine = initialize(model, own, optimizer=optimizer, lr_scheduler=scheduler)
     loader = None if dataloader is None else _shared_out(dataloader, engine)
     steps = StepOptimizer(engine, loader)

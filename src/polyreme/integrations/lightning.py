@@ -40,14 +40,25 @@ class PolyremeStrategy(DDPStrategy):
 
     def __init__(self, config: Source | None = None, **options: Any) -> None:
         """config: a file, a mapping, or a Config; batch sizes, accumulation and clipping come from the
-        Trainer. Raises ConfigError for a pipeline, as no rank can call its whole model."""
+        Trainer. Raises ConfigError for a pipeline, as no rank can call its whole model, and for mesh.cp."""
         super().__init__(**options)
         self.config = Config.load({} if config is None else config)
         self.engine: Engine | None = None
-        if self.config.mesh.pp > 1:
-            fix = "set 1, or take PolyremeTrainer or Engine.train_step"
-            reason = "training_step calls the whole model, which is cut"
-            raise ConfigError([Problem("mesh.pp", self.config.mesh.pp, reason, fix)])
+        fix = "set 1, or take PolyremeTrainer or Engine.train_step"
+        found = [
+            Problem(f"mesh.{name}", size, reason, fix)
+            for name, size, reason in (
+                ("pp", self.config.mesh.pp, "training_step calls the whole model, which is cut"),
+                (
+                    "cp",
+                    self.config.mesh.cp,
+                    "training_step calls the model inside of it with whole sequences",
+                ),
+            )
+            if size != 1
+        ]
+        if found:
+            raise ConfigError(found)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

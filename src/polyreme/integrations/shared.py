@@ -44,7 +44,13 @@ def completed(config: Config, settings: Mapping[str, tuple[Any, str]]) -> Config
 
 def data_parallel(config: Config, world_size: int) -> int:
     """Return the number of data-parallel ranks. Raises ConfigError where the other axes do not divide
-    `world_size`."""
+    `world_size`, and where a search would choose them later."""
+    if left := [key for key in config.searched if key.startswith("mesh.")]:
+        reason, fix = (
+            "data are shared out before it is chosen",
+            "write a number, such as `polyreme plan` finds",
+        )
+        raise ConfigError([Problem(key, "auto", reason, fix) for key in left])
     others = config.mesh.tp * config.mesh.pp * config.mesh.cp * config.mesh.ep
     if world_size % others:
         raise ConfigError(

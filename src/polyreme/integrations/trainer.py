@@ -29,6 +29,7 @@ from polyreme.integrations.shared import (
     data_rank,
     is_given,
 )
+from polyreme.sequence.documents import DROPPED
 
 FOLDER = "polyreme"
 """The folder in a Trainer's checkpoint-N with the engine's checkpoint."""
@@ -86,7 +87,7 @@ class PolyremeTrainer(Trainer):
 
     def _unsupported(self) -> list[Problem]:
         args, found = self.args, []
-        divided = self._config.mesh.tp * self._config.mesh.pp > 1
+        divided = self._config.mesh.tp > 1 or self._losses_alone
         own_loss = type(self).compute_loss is not Trainer.compute_loss or self.compute_loss_func is not None
         for name, wrong, reason, fix in (
             ("deepspeed", args.deepspeed, "is another engine", "leave it out: polyreme= is the config"),
@@ -118,7 +119,8 @@ class PolyremeTrainer(Trainer):
             (
                 "compute_metrics",
                 divided and self.compute_metrics is not None,
-                "needs whole outputs of the ranks' own samples, and mesh.tp or mesh.pp divides",
+                "needs whole outputs of the ranks' own samples, which mesh.tp, mesh.pp, mesh.cp, a "
+                "context.method and data.pack divide",
                 "leave it out, or evaluate what was saved",
             ),
         ):
@@ -149,6 +151,12 @@ class PolyremeTrainer(Trainer):
         return settings
 
     # ---- data: one share for each data-parallel rank
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep what tells documents, too, which the engine reads, and the model does not take."""
+        super()._set_signature_columns_if_needed()
+        if self._config.computes_attention:
+            self._signature_columns = [*dict.fromkeys([*(self._signature_columns or ()), *DROPPED])]
 
     def get_tp_size(self) -> int:
         """Return the number of ranks with the same data."""
@@ -222,16 +230,23 @@ class PolyremeTrainer(Trainer):
         return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
-        return torch.tensor(float("nan") if self._own.last is None else self._own.last.grad_norm)
+        norm = float("nan") if self._own.last is None else self._own.last.grad_norm
+        return torch.tensor(norm, dtype=torch.float64)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """Predict as Trainer does; of a pipeline only the loss."""
-        if self.engine is None or self.engine.mesh.pp.size == 1:
+        """Predict as Trainer does; over a pipeline, and where the engine computes attention, only the
+        loss."""
+        if self.engine is None or not self._losses_alone:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         loss = self.engine.eval_step([self._prepare_inputs(inputs)]).loss
-        return torch.tensor(loss, device=self.args.device), None, None
+        return torch.tensor(loss, dtype=torch.float64, device=self.args.device), None, None
+
+    @property
+    def _losses_alone(self) -> bool:
+        """Whether evaluation has only losses, as no rank has whole outputs."""
+        return self._config.mesh.pp > 1 or self._config.computes_attention
 
     def _trained(self) -> Engine:
         if self.engine is None:

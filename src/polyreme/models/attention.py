@@ -142,6 +142,12 @@ def takes(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(type(plain_model(model)).forward).parameters
 
 
+def ignores(model: nn.Module, name: str) -> bool:
+    """Return whether a model of transformers gets an argument of this name, and does not read it."""
+    config = getattr(plain_model(model), "config", None)
+    return hasattr(config, "get_text_config") and not takes(model, name)
+
+
 def first_position(model: nn.Module) -> int:
     """Return the position of a sequence's first token."""
     found = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))

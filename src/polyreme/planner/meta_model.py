@@ -6,6 +6,7 @@ Communication: none."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -13,11 +14,12 @@ from torch import nn
 
 from polyreme.config.schema import ContextSection, DataSection, MeshSection, ModelSection, PipelineSection
 from polyreme.data import load_tokenizer
+from polyreme.layout.mesh_axes import lines
 from polyreme.models import huggingface
 from polyreme.models.attention import facts_of
 from polyreme.pipeline.partition import PipelinePartition, partition_model
 from polyreme.pipeline.schedule import Name, stage_ranks
-from polyreme.sequence.choice import Choice, choose, refuse
+from polyreme.sequence.choice import Choice, choose, neighbours, refuse
 from polyreme.tensor import plan as rules
 
 
@@ -61,8 +63,14 @@ def divide(
     return partition_model(model, stages, counts=counts, memory=pipeline.blocks == "parameters")
 
 
-def attention(model: nn.Module, mesh: MeshSection, context: ContextSection) -> Choice:
-    """Return how the attention of `model` is computed over context-parallel ranks, and why. Raises
-    ConfigError where its sequences cannot be divided."""
+def attention(
+    model: nn.Module, mesh: MeshSection, context: ContextSection, per_host: int | None = None
+) -> Choice:
+    """Return how the attention of `model` is computed over context-parallel ranks, and why. per_host: ranks
+    of each host; None: all. Raises ConfigError where its sequences cannot be divided."""
     refuse(model, context, mesh.cp, mesh.tp, own_loss=True)
-    return choose(context, facts_of(model), mesh.cp, mesh.tp)
+    sizes: dict[str, int] = {name: getattr(mesh, name) for name in mesh.order}
+    ranks = math.prod(sizes.values())
+    hosts = [str(rank // (per_host or ranks)) for rank in range(ranks)]
+    local = neighbours(hosts, lines(sizes, mesh.order, "cp"))
+    return choose(context, facts_of(model), mesh.cp, mesh.tp, local)

@@ -30,10 +30,10 @@ def tokens_of(batch: Any) -> Tensor:
     found = next(
         (batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None
     )
-    if not isinstance(found, Tensor) or found.dim() < 2:
+    if not isinstance(found, Tensor) or found.dim() < 2 or not found.shape[1]:
         raise BatchError(
-            "the batch has neither input_ids nor inputs_embeds of (samples, tokens), which mesh.cp cuts: "
-            "add them, or set mesh.cp = 1"
+            "the batch has neither input_ids nor inputs_embeds of (samples, tokens), which mesh.cp cuts, "
+            "with a token or more: add them, or set mesh.cp = 1"
         )
     return found
 

@@ -48,28 +48,25 @@ def choose(
     by default all."""
     if cp == 1 and section.method == "auto":
         return Choice("ring", "each rank has whole sequences, and keeps their documents apart", 1, 1)
-    method, heads, shared = section.method, facts.heads // tp, max(1, facts.key_heads // tp)
-    if isinstance(method, Mapping):
-        return Choice("mix", "context.method says so", method.get("ulysses", 1), method.get("ring", 1))
-    if method != "auto":
-        ulysses = cp if method == "ulysses" else 1
-        return Choice(method, "context.method says so", ulysses, cp // ulysses)
-    local = local or cp
-    ways: dict[Method, int] = {"ring": 1, "ulysses": cp, "mix": local}
-    sent = {
-        name: times_sent(heads, shared, ulysses, cp // ulysses, local)
-        for name, ulysses in ways.items()
-        if heads % ulysses == 0 and (name != "mix" or 1 < local < cp)
-    }
-    best, *others = sorted(sent, key=lambda name: sent[name])
-    where = " between hosts" if local < cp else ""
-    counts = {name: between if where else total for name, (between, total) in sent.items()}
-    more = " and ".join(f"{name} {counts[name]:.3g} times" for name in others)
-    reason = f"it sends {counts[best]:.3g} times a rank's keys{where} in a step, and {more}"
-    if not others:
-        reason = f"{cp} ranks do not divide the {heads} heads of a rank, as ulysses needs"
-    reason += "; gather where documents are so short that it sends at most half of that"
-    return Choice(best, reason, ways[best], cp // ways[best], counts[best])
+    heads, shared, local = facts.heads // tp, max(1, facts.key_heads // tp), local or cp
+    given = section.method
+    ways: dict[Method, tuple[int, int]] = {"ring": (1, cp), "ulysses": (cp, 1), "mix": (local, cp // local)}
+    if isinstance(given, Mapping):
+        given, ways["mix"] = "mix", (given.get("ulysses", 1), given.get("ring", 1))
+    elif not 1 < local < cp:
+        del ways["mix"]
+    sent = {name: times_sent(heads, shared, *way, local) for name, way in ways.items() if heads % way[0] == 0}
+    best: Method = min(sent, key=lambda name: sent[name]) if given == "auto" else given
+    why = ["context.method says so"] * (given != "auto")
+    if best in sent:
+        where, at = (f" between hosts with {local} of the ranks each", 0) if local < cp else ("", 1)
+        others = [f", {name} {each[at]:.3g} times" for name, each in sent.items() if name != best]
+        why.append(f"it sends {sent[best][at]:.3g} times a rank's keys{where} in a step{''.join(others)}")
+    if "ulysses" not in sent:
+        why.append(f"{cp} ranks do not divide the {heads} heads of a rank, as ulysses needs")
+    if given == "auto":
+        why.append("gather where documents are so short that it sends at most half of that")
+    return Choice(best, "; ".join(why), *ways.get(best, (1, cp)), sent[best][at] if given == "auto" else 0.0)
 
 
 def times_sent(heads: int, shared: int, ulysses: int, ring: int, local: int) -> tuple[float, float]:

@@ -58,6 +58,9 @@ UNEVEN = 1.02
 CACHES = ("cache", "past_key_values", "cache_params")
 """Arguments of mixers with their states so far."""
 
+CHECKPOINT = "_gradient_checkpointing_func"
+"""What modules of transformers have where they are to recompute blocks (gradient checkpointing)."""
+
 OF_KEYS = ("use_cache", "past_key_values", "output_attentions")
 """Arguments of models that give keys, or ask for what is of them."""
 
@@ -129,6 +132,8 @@ class ContextParallel:
         self._patches.call(self._forget)
         for module in text.modules():
             _owners[module] = self
+            if (checkpoint := getattr(module, CHECKPOINT, None)) is not None:
+                self._patches.attribute(module, CHECKPOINT, partial(self._checkpointed, checkpoint))
         for mixer in mixers(blocks.values()):
             self._patch(mixer, self._mix)
         for rotary in rotary_by_length(text):
@@ -243,6 +248,18 @@ class ContextParallel:
         kwargs |= dict.fromkeys({*CACHES} & {*kwargs})  # of a state that no document has at its beginning
         self._uncalled.pop(self._block_of[mixer], None)
         return layout.whole.run(what, forward, args, kwargs)
+
+    def _checkpointed(
+        self, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Have transformers recompute a forward in its backward, where its tokens lie as they do now."""
+        layout = self._now("a block with gradient checkpointing")
+
+        def here(*args: Any, **kwargs: Any) -> Any:
+            with setting(place, layout):
+                return forward(*args, **kwargs)
+
+        return checkpoint(here, *args, **kwargs)
 
     def _tables(
         self, rotary: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, **kwargs: Any

@@ -63,6 +63,13 @@ def find(batch: Mapping[str, Any], samples: int, length: int, first: int = 0) ->
             positions = places(of) + first
     elif not said:
         _refuse_jumps(positions, begins, seen)
+        if (below := (positions < first) & seen).any():
+            row, place = below.nonzero()[0].tolist()
+            raise BatchError(
+                f"position_ids have {int(positions[row, place])} at token {place} of sample {row}, before "
+                f"the first position of a document, {first}: count from there on, or say by document_ids "
+                "where documents begin"
+            )
     return Documents(of, seen, positions, bool(begins.any()), plain)
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from polyreme.errors import NumericsError, named, warn
+from polyreme.errors import BatchError, NumericsError, named, warn
 from polyreme.models import huggingface
+from polyreme.models.attention import ignores
 from polyreme.pipeline import weight_gradients
 from polyreme.pipeline.executor import Calls, Row, RunStage, Stages
 from polyreme.pipeline.placeholders import absent, shown
@@ -61,6 +62,7 @@ class Passes:
         mesh = context.mesh
         self._settings, self._mesh, self._randomness = context.settings, mesh, context.randomness
         self._sequences = context.sequences
+        self._unread = self._sequences is None and ignores(objective.model, "document_ids")
         self._uncalled = {*pipeline.mine}  # stages that had no backward yet
         self._objective, self._activations = objective, context.activations
         self._step, self._blocks, self._first = step, blocks, first
@@ -150,10 +152,21 @@ class Passes:
     def _part(self, batch: Any, microbatch: int = 0) -> Any:
         """Return this rank's part of the sequences of a micro-batch, to which it goes on."""
         if self._sequences is None:
-            return batch
+            return self._read(batch)
         part = self._sequences.cut(batch, microbatch)
         self._sequences.at(microbatch)
         return part
+
+    def _read(self, batch: Any) -> Any:
+        """Return a batch for a model that computes its attention by itself. Raises BatchError for documents
+        that it would not keep apart."""
+        if self._unread and isinstance(batch, Mapping) and batch.get("document_ids") is not None:
+            raise BatchError(
+                f"{type(self._objective.model).__name__} does not read document_ids, so that documents would "
+                'see each other: write context.method = "gather", which keeps them apart on one rank, too, '
+                "or give position_ids that begin anew, which many families read"
+            )
+        return batch
 
     def call(self, args: Any, kwargs: Any) -> tuple[Any, float | None]:
         """Return the model's output in the user's own loop; and where it is of this rank's part of sequences,
@@ -162,6 +175,7 @@ class Passes:
         The mean of the gradients of that loss over the ranks of mesh.cp is the gradient of its value, which
         all have alike."""
         if self._sequences is None:
+            self._read(kwargs or (args[0] if args else None))
             args, kwargs = cast_floating((args, kwargs), None, self._mesh.device)  # type: ignore[misc]
             return self._objective.call(args, kwargs), None
         given: Any = (args, kwargs) if args and kwargs else args or kwargs

@@ -105,6 +105,11 @@ FP32_MASTER = (
 )
 WHOLE = "numbers travel as they are, which is more exact and more bytes"
 NO_EXPERTS = "there is no expert parallelism"
+WHOLE_SEQUENCES = "scripts cut sequences for it themselves, and the engine cuts whole ones"
+MESH_CP = (
+    "write 1, and mesh.cp in a config of polyreme.initialize, PolyremeTrainer or "
+    "polyreme.integrations.accelerate"
+)
 ZENFLOW = "updates of the less important gradients are not put off"
 
 TOP: dict[str, Key] = {
@@ -118,7 +123,7 @@ TOP: dict[str, Key] = {
                                   says="one narrower than the gradients is warned about; by default sums are "
                                        "fp32, while gradients travel as they were made where they can"),
     "seq_parallel_communication_data_type": idle(("fp16", "bf16", "fp32"), "fp32",
-                                                 "there is no sequence parallelism"),
+                                                 "no script's parts of sequences are exchanged"),
     **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), idle(
         "anything", None, "the mean over ranks is the same, and its sum is made in `precision.reduce`, which "
                           "does not overflow")),
@@ -138,8 +143,7 @@ TOP: dict[str, Key] = {
     "zero_force_ds_cpu_optimizer": idle("bool", True, "any torch optimizer updates what is off the device"),
     "use_data_before_expert_parallelism": refused("bool", False, NO_EXPERTS, "remove it"),
     "log_level": kept("anything", None, "the level of `deepspeed.utils.logger`"),
-    "sequence_parallel_size": refused("positive integer", 1, "there is no sequence (Ulysses) parallelism",
-                                      "write 1, or divide the sequence by tensor_parallel.autotp_size"),
+    "sequence_parallel_size": refused("positive integer", 1, WHOLE_SEQUENCES, MESH_CP),
     "data_parallel_size": to("positive integer", None, "mesh.dp"),
     "datastates_ckpt": refused("anything", None, "DataStates is another writer of checkpoints",
                                "remove it; checkpoint.writer.decoupled writes beside training", None, False),

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import polyreme
 from polyreme.compat.deepspeed import comm, saving
+from polyreme.compat.deepspeed.config_keys import MESH_CP, WHOLE_SEQUENCES
 from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError
 from polyreme.compat.deepspeed.json_config import Translation, translate
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, refused
@@ -75,9 +76,7 @@ def initialize(
     if model is None:
         raise OrderError("deepspeed.initialize() has nothing to train: give it model=, a torch.nn.Module")
     if mesh_param is not None:
-        raise refused(
-            "initialize(mesh_param=...)", "there is no sequence parallelism over ranks", "leave it out"
-        )
+        raise refused("initialize(mesh_param=...)", WHOLE_SEQUENCES, f"leave it out, {MESH_CP}")
     source = _source(args, config, config_params)
     tp = None if mpu is None else int(mpu.get_tensor_model_parallel_world_size())
     if not comm.is_initialized():

@@ -76,8 +76,9 @@ REFUSED = (
          "_get_max_expert_parallel_group _get_local_all_to_all_group"),
     ),
     Refusal(
-        "Polyreme does not divide sequences between ranks yet",
-        "set sequence_parallel_size (sp_size) to 1; ZeRO 3 and recomputation make room for long sequences",
+        "scripts cut sequences for it themselves, and Polyreme's engine cuts whole ones",
+        "set sequence_parallel_size (sp_size) to 1, and mesh.cp in a config of polyreme.initialize, "
+        "PolyremeTrainer or polyreme.integrations.accelerate",
         ("sequence", "runtime.sequence_parallel"),
     ),
     Refusal(

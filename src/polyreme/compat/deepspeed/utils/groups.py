@@ -163,7 +163,7 @@ def _get_sequence_parallel_group() -> Any:
     if (found := _of_sequences("group")) is None:
         raise refused(
             "a sequence-parallel group",
-            "Polyreme does not divide sequences between ranks yet",
+            "through this door no sequences are divided",
             "set sequence_parallel_size (sp_size) to 1",
         )
     return found
