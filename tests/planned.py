@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +24,7 @@ import polyreme
 from polyreme.config import Config
 from polyreme.layout.mesh_axes import AXES
 from polyreme.planner.dry_run import STEPS, dry_run, recorded_step
-from polyreme.planner.trace import RankTrace
+from polyreme.planner.trace import CATEGORIES, RankTrace
 
 VOCABULARY, LENGTH = 199, 32
 
@@ -169,6 +171,8 @@ MESHES: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2},
     {"tp": 2, "sequence_parallel": True},
     {"pp": 2, "virtual": 2},
+    {"pp": 2, "schedule": "zb-h1"},
+    {"pp": 2, "schedule": "zb-v"},
     {"tp": 2, "pp": 2, "virtual": 2, "sequence_parallel": True},
     {"cp": 2, "method": "ring"},
     {"tp": 2, "cp": 2, "method": "gather"},
@@ -211,11 +215,13 @@ class Case:
         memory = {key: folder if value == "files" else value for key, value in TIERS[self.tier].items()}
         mesh = dict(self.mesh)
         virtual, method = mesh.pop("virtual", 0), mesh.pop("method", "auto")
+        pipeline: dict[str, Any] = {"schedule": "interleaved", "virtual": virtual} if virtual else {}
+        pipeline |= {"schedule": mesh.pop("schedule")} if "schedule" in mesh else {}
         micro = 4 * mesh.get("cp", 1)
         given: dict[str, Any] = {
             "mesh": mesh,
             "context": {"method": method},
-            "pipeline": {"schedule": "interleaved", "virtual": virtual} if virtual else {},
+            "pipeline": pipeline,
             "zero": {"stage": self.stage, "min_bucket": 0, "persistence_threshold": 32},
             "memory": {**memory, "activations": self.activations},
             "precision": {"compute": self.compute},
@@ -385,3 +391,53 @@ def compared(case: Case, ranks: Any, folder: str) -> list[Difference]:
             )
         )
     return found
+
+
+KEYS = {
+    "M": {"ph", "name", "pid", "tid", "args"},
+    "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur"},
+    "C": {"ph", "name", "pid", "ts", "args"},
+}
+"""What the Trace Event Format asks of metadata, of complete events and of counters, and no more."""
+NAMED = {
+    "process_name": ("name", str),
+    "thread_name": ("name", str),
+    "thread_sort_index": ("sort_index", int),
+}
+
+
+def check_trace(found: dict[str, Any], seconds: float) -> None:
+    """Assert field by field what the format and its readers ask for: JSON of ASCII without NaN; microseconds
+    within the step; a name for each process and thread before its first event, given once; complete events of
+    a thread in order, which no reader has overlap (Perfetto goes on in whole nanoseconds, and takes slices
+    that overlap without being within each other off their thread); and counters that only have numbers."""
+    text = json.dumps(found, allow_nan=False)
+    assert text.isascii() and json.loads(text) == found
+    assert {*found} == {"traceEvents", "displayTimeUnit"} and found["displayTimeUnit"] == "ms"
+    threads, named, processes = defaultdict(list), set(), set()
+    for each in found["traceEvents"]:
+        assert {*each} == KEYS[each["ph"]] and each["name"] and isinstance(each["name"], str)
+        numbers = [each[key] for key in ("pid", "tid") if key in each]
+        assert all(type(number) is int and 0 <= number < 1 << 32 for number in numbers)
+        if each["ph"] == "M":
+            key, kind = NAMED[each["name"]]
+            assert type(each["args"][key]) is kind and {*each["args"]} == {key}
+            once = (each["name"], *numbers)
+            assert once not in named
+            named.add(once)
+            if each["name"] == "process_name":
+                assert each["args"]["name"] not in processes
+                processes.add(each["args"]["name"])
+            continue
+        assert ("process_name", each["pid"], 0) in named
+        assert 0 <= each["ts"] <= seconds * 1e6 + 0.001
+        if each["ph"] == "X":
+            assert ("thread_name", *numbers) in named and each["dur"] > 0 and each["cat"]
+            threads[each["pid"], each["tid"]].append(each)
+        else:
+            assert {*each["args"]} == {*CATEGORIES}
+            assert all(type(size) is int and size >= 0 for size in each["args"].values())
+    for its, nanoseconds in itertools.product(threads.values(), (int, round)):
+        times = [(nanoseconds(1000 * each["ts"]), nanoseconds(1000 * each["dur"])) for each in its]
+        assert all(ts + dur <= after for (ts, dur), (after, _) in itertools.pairwise(times))
+    assert threads

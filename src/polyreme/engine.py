@@ -97,6 +97,11 @@ class Engine(ModuleFace):
             (keep_freed_memory if config.memory.all_on_device else give_freed_memory_back)()
         if isinstance(model, nn.Module):
             refuse_owned(model)
+        if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
+            raise ModelError(
+                f"loss_fn is {loss_fn!r:.80}: give a function of (output, target) that returns a mean loss, "
+                "such as torch.nn.functional.cross_entropy, or an object like torch.nn.MSELoss()"
+            )
         WARNS.set(mesh.rank == 0)
         randomness, outside = Randomness(config.seed, mesh), rng_states(mesh.device)
         self.module, recording, weights = opened(model, config, mesh)

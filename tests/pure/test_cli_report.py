@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from planned import llama, tokens
+from planned import check_trace, llama, tokens
 from polyreme.cli import report
 from polyreme.cli.plan import Answer, render
 from polyreme.planner.over_time import kinds
@@ -65,11 +65,12 @@ def test_the_page_has_the_figures_and_loads_nothing(made: Plan, page: str) -> No
 
 def test_the_trace_has_a_process_for_each_kind_of_rank(made: Plan, tmp_path: Path) -> None:
     report.save(made, None, tmp_path / "plan.json")
-    events = json.loads((tmp_path / "plan.json").read_text("utf-8"))["traceEvents"]
-    assert made.details is not None
+    found = json.loads((tmp_path / "plan.json").read_text("utf-8"))
+    check_trace(found, made.details.timeline.seconds)
+    events = found["traceEvents"]
     assert {each["pid"] for each in events} == {each.rank for each in made.details.traces}
     lasts = max(each["ts"] + each["dur"] for each in events if each["ph"] == "X")
-    assert lasts == pytest.approx(made.details.timeline.seconds * 1e6, rel=1e-6)
+    assert lasts == pytest.approx(made.details.timeline.seconds * 1e6, abs=0.003)
     for trace in made.details.traces:
         counted = [each["args"] for each in events if each["ph"] == "C" and each["pid"] == trace.rank]
         assert {*counted[0]} == {*CATEGORIES}

@@ -926,3 +926,18 @@ def test_neither_a_config_nor_a_launcher_of_other_hosts_imports_torch() -> None:
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=env).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "schedule"),
+    [
+        ({}, "1f1b-w"),
+        ({"compile": True}, "1f1b"),
+        ({"context": {"loss_chunk": 64}}, "1f1b"),
+        ({"context": {"mlp_tile": 64}}, "1f1b"),
+    ],
+)
+def test_the_schedule_of_auto_is_one_that_can_be_written(given: dict[str, Any], schedule: str) -> None:
+    config = Config.load({"mesh": {"pp": 2}, **given}).resolve(2)
+    assert config.pipeline.schedule == config.schedule == schedule
+    assert not Config.load(config, [f"pipeline.schedule={schedule}"]).problems(2)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from examples import examples
+from planned import check_trace
 from polyreme.pipeline.schedule import Action, build
 from polyreme.planner.flops import Flops
 from polyreme.planner.hardware import Cluster
@@ -165,22 +168,20 @@ def test_the_trace_is_one_of_the_trace_event_format() -> None:
     assert {"waiting for tp", "all_reduce", "send", "in", "0F0"} <= {e["name"] for e in found}
 
 
-def check_trace(found: dict[str, Any], seconds: float) -> None:
-    """Assert what the format and its readers ask for: microseconds within the step, names of all threads,
-    complete events of a thread that do not overlap, and counters that only have numbers."""
-    threads, named = defaultdict(list), set()
-    for each in found["traceEvents"]:
-        assert {"ph", "name", "pid"} <= {*each} and isinstance(each["pid"], int)
-        if each["ph"] == "M":
-            named.add((each["name"], each["pid"], each["tid"]))
-            continue
-        assert each["ph"] in ("X", "C") and 0 <= each["ts"] <= seconds * 1e6 + 0.001
-        if each["ph"] == "X":
-            assert each["dur"] >= 0 and isinstance(each["tid"], int)
-            threads[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
-        else:
-            assert {*each["args"]} == {*CATEGORIES} and all(size >= 0 for size in each["args"].values())
-    for (process, thread), its in threads.items():
-        assert ("thread_name", process, thread) in named and ("process_name", process, 0) in named
-        assert all(after[0] >= before[1] - 0.002 for before, after in itertools.pairwise(its))
-    assert threads
+@given(st.lists(st.floats(1e-9, 1e-3), min_size=1, max_size=40), st.floats(0, 100))
+@examples(50)
+def test_slices_of_a_thread_follow_each_other_as_perfetto_reads_them(
+    seconds: list[float], begin: float
+) -> None:
+    """Each begins when the one before it ends, at any fraction of a nanosecond."""
+    ends = [*itertools.accumulate(seconds, initial=begin)]
+    its = [Stretch(COMPUTE, "mul", *each) for each in itertools.pairwise(ends)]
+    kind = Kind(rank(ALONE, {}, moments=[Moment(0, 0, live(0))]), ends[-1], [], its)
+    found = trace_events([kind])
+    slices = [(1e-6 * e["ts"], 1e-6 * e["dur"]) for e in found["traceEvents"] if e["ph"] == "X"]
+    long = [each for each in its if each.end - each.start > 4e-9]
+    for each in long:
+        near = [dur for ts, dur in slices if abs(ts - each.start) < 2e-9]
+        assert any(abs(dur - (each.end - each.start)) < 3e-9 for dur in near)
+    if long:
+        check_trace(found, ends[-1])

@@ -20,7 +20,8 @@ def has(case: Case) -> frozenset[Hashable]:
     if ALL in os.environ:
         return planned.values(case, 2)
     values = {(name, value) for name, value in vars(case).items() if name != "mesh"}
-    return frozenset({*values, *case.mesh[-1:], *(axis for axis, _ in case.mesh)})
+    last = (each for each in case.mesh[-1:] if each[0] != "schedule")
+    return frozenset({*values, *last, *(axis for axis, _ in case.mesh)})
 
 
 CASES = cover(planned.cases(), has)

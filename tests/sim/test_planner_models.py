@@ -25,7 +25,7 @@ def build() -> nn.Sequential:
 
 
 def planned(model: Any, ranks: Any = 2, micro: Any = 4, **given: Any) -> Plan:
-    config = {"batch": {"size": 16, "micro": micro}}
+    config = given.pop("config", {"batch": {"size": 16, "micro": micro}})
     return polyreme.plan(
         model, config, ranks, **{"cluster": "cpu", "batch": pair, "loss_fn": mse_loss, **given}
     )
@@ -64,6 +64,25 @@ def test_a_layout_whose_batch_the_model_refuses_does_not_hide_the_others() -> No
         (build, {"ranks": -1}, ConfigError, "world size = -1: must be an integer from 1"),
         (build, {"ranks": 1.5}, ConfigError, "world size = 1.5: must be an integer from 1"),
         (build, {"tries": 0}, ConfigError, "tries = 0: no layout would be run dry"),
+        (build, {"ranks": "8"}, ConfigError, "world size = '8': must be an integer from 1"),
+        (build, {"tries": "3"}, ConfigError, "tries = '3': no layout would be run dry"),
+        (build, {"cluster": None}, ConfigError, "cluster = 'None': it is a NoneType"),
+        (build, {"cluster": ["h100"]}, ConfigError, "it is a list"),
+        (build, {"cluster": "h1000"}, ConfigError, "there is no preset of this name"),
+        (build, {"cluster": "none.toml"}, ConfigError, "cluster = 'none.toml': there is no such file"),
+        (build, {"cluster": {"device": 3}}, ConfigError, "device = 3: must be a table"),
+        (build, {"cluster": {"device": {"flops": {"fp8": 1.0}}}}, ConfigError, "device.flops.fp8 = 'fp8'"),
+        (build, {"config": [1]}, ConfigError, "config = '[1]': it is a list"),
+        (build, {"config": None}, ConfigError, "config = 'None': it is a NoneType"),
+        (build, {"config": "none.toml"}, ConfigError, "config = 'none.toml': there is no such file"),
+        ("no/model", {}, ConfigError, "model.path = 'no/model': there is no such folder"),
+        (None, {}, ConfigError, "the config names no model"),
+        ([build, 3], {}, ModelError, "layer 1 of the list is a int"),
+        (torch.zeros(2), {}, ModelError, "the model is a Tensor: give"),
+        (build, {"loss_fn": "mse"}, ModelError, "loss_fn is 'mse': give a function"),
+        (build, {"loss_fn": nn.MSELoss}, ModelError, "or an object like torch.nn.MSELoss()"),
+        (build, {"loss_fn": lambda output, target: None}, ModelError, "the loss must be a scalar tensor"),
+        (build, {"batch": lambda n: None}, ModelError, "this one has no tensor"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

@@ -17,7 +17,7 @@ import polyreme
 import threads
 from examples import whole
 from polyreme.cli import verify as command
-from polyreme.errors import BatchError, ConfigError, ModelError
+from polyreme.errors import BatchError, ModelError, PolyremeError
 from polyreme.models.smaller import shrunk
 from polyreme.verify import Verdict
 from polyreme.verify.reference import cut, joined
@@ -178,11 +178,30 @@ def test_a_model_that_draws_by_itself_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"mode": "fast"}, 'give "structure" or "numerics"'), ({"steps": 0}, "give 1 or more")],
+    [
+        ({"mode": "fast"}, 'give "structure" or "numerics"'),
+        ({"mode": ["structure"]}, "there is no such mode"),
+        ({"steps": 0}, "give 1 or more"),
+        ({"steps": "3"}, "steps = '3': nothing would be compared"),
+        ({"steps": 1.5}, "steps = 1.5: nothing would be compared"),
+        ({"model": 3}, "the model is a int: give"),
+        ({"model": "no/model"}, "model.path = 'no/model': there is no such folder"),
+        ({"config": [1]}, "it is a list"),
+        ({"config": None}, "it is a NoneType"),
+        ({"optimizer": "adamw"}, "it is no torch optimizer"),
+        ({"loss_fn": "mse"}, "loss_fn is 'mse': give a function"),
+        ({"loss_fn": nn.MSELoss}, "or an object like"),
+        ({"loss_fn": lambda output, target: None}, "the loss must be a tensor, but is NoneType"),
+        ({"batch": None}, "this one has no tensor"),
+        ({"batch": []}, "this one has no tensor"),
+        ({"batch": lambda step: None}, "this one has no tensor"),
+    ],
 )
-def test_modes_and_steps_that_there_are_not(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        verified(0, 1, layers(), models.vectors(8), {}, loss_fn=F.mse_loss, **given)
+def test_arguments_that_cannot_be_are_named(given: dict[str, Any], words: str) -> None:
+    usual = {"model": layers(), "config": {}, "batch": models.vectors(8), "loss_fn": F.mse_loss}
+    with pytest.raises(PolyremeError) as refused:
+        polyreme.verify(**usual | given)
+    assert words in str(refused.value)
 
 
 @quiet

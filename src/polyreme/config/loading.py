@@ -53,11 +53,15 @@ def plain(source: Mapping[str, Any]) -> dict[str, Any]:
     return {key: {} if value is None and key in SECTIONS else copied(value) for key, value in source.items()}
 
 
-def read(source: str | Path) -> dict[str, Any]:
-    """Read the tables of a config file. Raises ConfigError where it cannot be read or parsed."""
+def read(source: str | Path, what: str = "config") -> dict[str, Any]:
+    """Read the tables of a file. what: it is, for messages. Raises ConfigError where it cannot be read or
+    parsed."""
 
     def failed(reason: str, fix: str) -> ConfigError:
-        return ConfigError([Problem("config", str(source), reason, fix)])
+        return ConfigError([Problem(what, str(source), reason, fix)])
+
+    if not isinstance(source, str | os.PathLike):
+        raise failed(f"it is a {type(source).__name__}", "give the path of a file, or a mapping")
 
     try:
         path = Path(expanded(str(source)))
@@ -76,10 +80,8 @@ def read(source: str | Path) -> dict[str, Any]:
         ) from None
     try:
         tree = _parse(text, suffix)
-        if tree is None:
-            return {}
-        if isinstance(tree, dict):
-            return plain(tree)
+        if isinstance(tree, dict | None):
+            return plain(tree or {})
     except (ValueError, RecursionError) as error:
         raise failed(f"not valid {suffix[1:].upper()}: {error}", "correct the file at that place") from None
     raise failed(f"holds {_named(tree)}, not a table of keys", "write keys and values at the top level")

@@ -495,7 +495,8 @@ class PipelineSection(Section):
         "1f1b-w: 1f1b with one more forward ahead, so that stages wait less for each other, and the last "
         "weight gradients computed after the gradient that the previous stage waits for is sent; "
         "interleaved: 1f1b with several stages a rank, for a smaller bubble; zb-h1, zb-v: weight gradients "
-        "fill the bubble (zb-v: two stages a rank). auto: 1f1b-w, or 1f1b if `compile`.",
+        "fill the bubble (zb-v: two stages a rank). auto: 1f1b-w, or 1f1b if `compile` or "
+        "`context` has chunks or tiles; the fastest that fits where a search chooses the layout.",
     )
     blocks: Literal["work", "parameters", "time"] | list[Count] = Field(
         default="work",
@@ -759,11 +760,11 @@ class Keys(Section):
 
     @property
     def schedule(self) -> Schedule:
-        """`pipeline.schedule`; for "auto" 1f1b-w, or 1f1b with `compile`, as compiled blocks cannot put off
-        gradients of weights."""
-        if self.pipeline.schedule != "auto":
-            return self.pipeline.schedule
-        return "1f1b" if self.compile else "1f1b-w"
+        """`pipeline.schedule`; for "auto" 1f1b-w, or 1f1b where gradients of weights cannot be put off: with
+        `compile`, and with chunks or tiles that are computed again."""
+        divides = not self.compile and self.context.loss_chunk == self.context.mlp_tile == "none"
+        own = self.pipeline.schedule
+        return own if own != "auto" else "1f1b-w" if divides else "1f1b"
 
     def value(self, key: str) -> Any:
         """Return the value of a dotted key such as "batch.micro"."""

@@ -39,11 +39,9 @@ class _Piece:
 
 @dataclass
 class Allocator:
-    """allocated: bytes of all blocks in use. reserved: of all segments. peak: the most that were in use."""
+    """reserved: bytes of all segments."""
 
-    allocated: int = 0
     reserved: int = 0
-    peak: int = 0
     _used: dict[Hashable, _Piece] = field(default_factory=dict)
     _free: dict[bool, list[tuple[int, int, _Piece]]] = field(default_factory=lambda: {True: [], False: []})
 
@@ -69,8 +67,6 @@ class Allocator:
             piece.size, piece.after = size, other
             insort(free, (other.size, other.place, other), key=lambda each: each[:2])
         piece.free = False
-        self.allocated += piece.size
-        self.peak = max(self.peak, self.allocated)
         return piece
 
     def _segment(self, size: int, small: bool) -> _Piece:
@@ -84,7 +80,6 @@ class Allocator:
 
     def _give(self, piece: _Piece) -> None:
         free, piece.free = self._free[piece.small], True
-        self.allocated -= piece.size
         for other in (piece.before, piece.after):
             if other is not None and other.free:
                 free.remove((other.size, other.place, other))

@@ -33,7 +33,8 @@ from polyreme.planner.dry_run import MakeBatch
 from polyreme.planner.flops import data_sheet
 from polyreme.planner.hardware import PRESETS, Cluster
 from polyreme.planner.measure import measure
-from polyreme.planner.plan import MakeModel, expectations, judge_of, limits_of, make_meta
+from polyreme.planner.meta_model import on_meta
+from polyreme.planner.plan import MakeModel, expectations, judge_of, limits_of
 from polyreme.planner.search import Cost, Found, Judged, Limits, binary, search, shown
 from polyreme.step.memory.fit import own_memory
 from polyreme.step.memory.kept import device_of_ranks
@@ -129,7 +130,7 @@ def find(config: Config, cluster: Cluster, ranks: int, subject: Subject) -> Choi
     limits = limits_of(cluster, config)
     tried = _Tried(config, limits, judge_of(subject.make, cluster, batch=subject.batch, **subject.given))
     with undisturbed():
-        blocks = huggingface.pipeline_length(make_meta(subject.make))
+        blocks = huggingface.pipeline_length(on_meta(subject.make))
         found = search(config, ranks, limits, tried, blocks)
     if tried.error is not None and not tried.count:
         raise tried.error

@@ -40,7 +40,9 @@ class Device(Section):
 
     name: str = Field(default="", description="As its driver gives it; that of a known one gives `flops`.")
     flops: dict[DType, Positive] = Field(
-        default={}, description="The dense peak of matrix products by dtype, in operations per second."
+        default={},
+        description="The dense peak of matrix products by dtype, in operations per second.",
+        examples=[{"bf16": 9.9e14}],
     )
     sustained: Share = Field(
         default=1.0,
@@ -58,7 +60,9 @@ class Device(Section):
         default=0.0, description="Seconds in which a unit waits for the first numbers of a block."
     )
     products: dict[DType, dict[Shape, Positive]] = Field(
-        default={}, description='Measured operations per second by dtype and shape, "512x1024x256".'
+        default={},
+        description='Measured operations per second by dtype and shape, "512x1024x256".',
+        examples=[{"bf16": {"512x1024x256": 1e14}}],
     )
     memory: Annotated[Size, Field(gt=0)] = Field(
         default=ByteSize(2**34), description="Bytes of its memory.", examples=["80 GiB"]
@@ -72,10 +76,14 @@ class Device(Section):
         default=ByteSize(0), description="Bytes of the largest cache.", examples=["32 MiB"]
     )
     cached: dict[str, Positive] = Field(
-        default={}, description='Bytes per second within the cache, by operator; "all" for those not named.'
+        default={},
+        description='Bytes per second within the cache, by operator; "all" for those not named.',
+        examples=[{"all": 1e11}],
     )
     operators: dict[str, Positive] = Field(
-        default={}, description="Bytes per second of operators that are slower than the memory."
+        default={},
+        description="Bytes per second of operators that are slower than the memory.",
+        examples=[{"sum": 1e10}],
     )
     launch: NotNegative = Field(default=0.0, description="Seconds from one operator to the next on it.")
     dispatch: NotNegative = Field(
@@ -197,12 +205,11 @@ class Cluster(Section):
             tree = plain(source)
         elif str(source).lower() in PRESETS:
             tree = {"base": str(source)}
-        elif not Path(source).suffix and not Path(source).exists():
-            known = ", ".join(PRESETS)
-            fix = f"write one of {known}, or the path of a file such as cluster.toml"
-            raise _refused("cluster", str(source), "there is no preset of this name", fix)
+        elif isinstance(source, str) and not Path(source).suffix and not Path(source).exists():
+            fix = f"write one of {', '.join(PRESETS)}, or the path of a file such as cluster.toml"
+            raise _refused("cluster", source, "there is no preset of this name", fix)
         else:
-            tree = read(source)
+            tree = read(source, "cluster")
         if (base := tree.pop("base", None)) is not None:
             if str(base).lower() not in PRESETS:
                 fix = f"write one of {', '.join(PRESETS)}"
@@ -326,7 +333,12 @@ def _problems_of(error: ValidationError) -> Iterator[Problem]:
             yield Problem(key, detail["input"], "must be a table of keys", f"begin a table [{name}]")
         else:
             fix = f"write {name} = {toml(example(field))}"
-            yield Problem(".".join(path), detail["input"], f"must be {expects(field)}", fix)
+            yield Problem(
+                ".".join(each for each in path if each != "[key]"),
+                detail["input"],
+                f"must be {expects(field)}",
+                fix,
+            )
 
 
 # ---- what the makers and public micro-benchmarks say

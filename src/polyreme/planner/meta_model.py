@@ -7,6 +7,8 @@ Communication: none."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,28 +25,38 @@ from polyreme.sequence.choice import Choice, choose, neighbours, refuse
 from polyreme.tensor import plan as rules
 
 
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model on the meta device."""
+    with torch.device("meta"):
+        return make()
+
+
 def meta_model(section: ModelSection, vocabulary: int | None = None) -> nn.Module:
     """Return the model on the meta device, with `vocabulary` tokens where its own config leaves that open.
     Raises ConfigError."""
-    with torch.device("meta"):
-        return huggingface.new_model(section.path, section.config, section.trust_remote_code, vocabulary)
+    return on_meta(
+        partial(huggingface.new_model, section.path, section.config, section.trust_remote_code, vocabulary)
+    )
+
+
+def builder(model: ModelSection, data: DataSection) -> Callable[[], nn.Module] | None:
+    """Return a function that builds the model before there is a tokenizer, with as many tokens as it may
+    have; None where the config names no model, or a directory that is not on this machine."""
+    folders = [each for each in (model.path, data.tokenizer) if each is not None]
+    if (model.path is None and model.config is None) or not all(
+        Path(each).expanduser().is_dir() for each in folders
+    ):
+        return None
+    vocabulary = None
+    if model.path is None:
+        vocabulary = data.vocab_size if data.tokenizer is None else len(load_tokenizer(data.tokenizer))
+    return partial(huggingface.new_model, model.path, model.config, model.trust_remote_code, vocabulary)
 
 
 def expected(model: ModelSection, data: DataSection) -> nn.Module | None:
-    """Return the model on the meta device before there is a tokenizer, with as many tokens as it may have;
-    None where the config names no model, or a directory that is not on this machine."""
-    if model.path is None and model.config is None:
-        return None
-    if any(
-        folder is not None and not Path(folder).expanduser().is_dir()
-        for folder in (model.path, data.tokenizer)
-    ):
-        return None
-    if model.path is not None:
-        return meta_model(model)
-    return meta_model(
-        model, data.vocab_size if data.tokenizer is None else len(load_tokenizer(data.tokenizer))
-    )
+    """Return what `builder` builds, on the meta device."""
+    make = builder(model, data)
+    return None if make is None else on_meta(make)
 
 
 def divide(

@@ -200,14 +200,11 @@ def _events(each_kind: Sequence[Kind]) -> Iterator[dict[str, Any]]:
             name = {"name": f"axis {stream}" if stream in kind.trace.axes else stream}
             yield {"ph": "M", "name": "thread_name", **where, "args": name}
             yield {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": thread}}
-            last = 0.0
-            for stretch in its:
-                start, last = (
-                    max(stretch.start, last),
-                    max(stretch.end, last),
-                )  # one thread's follow each other
-                if last > start:
-                    times = {"ts": round(start * 1e6, 3), "dur": round((last - start) * 1e6, 3)}
+            last = 0
+            for stretch in its:  # in nanoseconds; one thread's follow each other
+                start, last = (max(round(each * 1e9), last) for each in stretch[2:])
+                if last > start + 1:  # a reader cuts off fractions of either: one apart, they never overlap
+                    times = {"ts": start / 1000, "dur": (last - start - 1) / 1000}
                     yield {"ph": "X", "name": stretch.name, "cat": stream, **where, **times}
         for level in kind.memory:
             live = dict(zip(CATEGORIES, level.live, strict=True))

@@ -9,22 +9,19 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from polyreme.config import Config
-from polyreme.data import load_tokenizer
 from polyreme.errors import ConfigError, ModelError, Problem
 from polyreme.models import huggingface
 from polyreme.pipeline.schedule import Schedule, build
 from polyreme.placement.opening import Model, maker
 from polyreme.planner.dry_run import MakeBatch, run_kinds
 from polyreme.planner.hardware import Cluster, Device
-from polyreme.planner.meta_model import expected
+from polyreme.planner.meta_model import builder, on_meta
 from polyreme.planner.search import TRIES, Cost, Found, Judge, Judged, Limits, binary, search, shown, smallest
 from polyreme.planner.time_model import Timeline, step_time
 from polyreme.planner.trace import MemoryTrace, RankTrace
@@ -108,12 +105,12 @@ def plan(
     Raises ConfigError for a config or cluster that cannot be, and ModelError for a model that cannot be run
     without numbers."""
     config, hardware = Config.load(config), Cluster.load(cluster)
-    if tries < 1:
+    if not isinstance(tries, int) or tries < 1:
         raise ConfigError([Problem("tries", tries, "no layout would be run dry", "give 1 or more")])
     make = named_model(config) if model is None else maker(model, config.model.trust_remote_code)
     limits = limits_of(hardware, config)
     judge = judge_of(make, hardware, batch=batch, loss_fn=loss_fn)
-    blocks = huggingface.pipeline_length(make_meta(make))
+    blocks = huggingface.pipeline_length(on_meta(make))
     found = search(config, ranks, limits, judge, blocks, tries)
     nearest = next((each.cost for each in (*found.best, *found.failed) if each.cost is not None), None)
     if nearest is None:
@@ -121,7 +118,8 @@ def plan(
     made = Plan(ranks, hardware, limits, nearest.details, found)
     if found.best or not grow:
         return made
-    less = Config.load(config, [f"{key}=auto" for key in LEANER])
+    own = [f"pipeline.schedule={config.schedule}"] * (not config.searched)
+    less = Config.load(config, [*own, *(f"{key}=auto" for key in LEANER)])
     with warnings.catch_warnings(action="ignore"):  # of what is only tried
         at_hand = smallest(less, ranks, limits, judge, blocks, range(1))
         grown = smallest(config, ranks, limits, judge, blocks) or (
@@ -169,24 +167,20 @@ def limits_of(cluster: Cluster, config: Config) -> Limits:
     )
 
 
-def make_meta(make: MakeModel) -> nn.Module:
-    """Build the model on the meta device."""
-    with torch.device("meta"):
-        return make()
-
-
 def named_model(config: Config) -> MakeModel:
     """Return a function that builds the model that a config names. Raises ConfigError where it names none."""
-    section, data = config.model, config.data
-    if expected(section, data) is None:
-        reason = "it is no directory of this machine" if section.path else "the config names no model"
-        fix = 'write model.config = {model_type = "llama", ...}, or give polyreme.plan a function'
-        raise ConfigError([Problem("model.path", section.path, reason, fix)])
-    vocabulary = data.vocab_size if data.tokenizer is None else len(load_tokenizer(data.tokenizer))
-    return partial(
-        huggingface.new_model, section.path, section.config, section.trust_remote_code,
-        None if section.path else vocabulary,
-    )  # fmt: skip
+    if (make := builder(config.model, config.data)) is not None:
+        return make
+    folders = {"model.path": config.model.path, "data.tokenizer": config.data.tokenizer}
+    fix = 'write model.config = {model_type = "llama", ...}, or give polyreme.plan a function'
+    raise ConfigError(
+        [
+            Problem(key, path, "it is no directory of this machine", "give the path of one")
+            for key, path in folders.items()
+            if path is not None and not Path(path).expanduser().is_dir()
+        ]
+        or [Problem("model.path", None, "the config names no model", fix)]
+    )
 
 
 def schedule_of(config: Config) -> Schedule:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.without_numbers import note_all
@@ -37,18 +37,13 @@ aten = torch.ops.aten
 Phase = Literal["forward", "backward", "recompute"]
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
-_FORMULAS: dict[Any, Any] = flop_registry | FORMULAS
-_ON_CPU: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+_FORMULAS: dict[Any, Any] = {
+    **flop_registry,
+    **FORMULAS,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
 }
 
 
@@ -417,10 +412,7 @@ def _key_of(value: Any) -> Any:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, found: Any) -> int:
-    packet = func._overloadpacket
-    if packet in _ON_CPU:
-        return _ON_CPU[packet](*args, **kwargs)
-    formula = _FORMULAS.get(packet)
+    formula = _FORMULAS.get(func._overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=found))
 
 

@@ -21,15 +21,23 @@ from pydantic import ByteSize
 
 from polyreme.config import Config
 from polyreme.config.describe import toml
+from polyreme.config.schema import Schedule
 from polyreme.config.validate import divisors
 from polyreme.errors import ConfigError, PolyremeError, Problem
+from polyreme.pipeline.schedule import stage_ranks
 
 TRIES = 64
 """The most layouts that are judged."""
 BEST = 10
 """Layouts that are kept apart as the best ones."""
-VIRTUAL = (2, 4, 8)
-"""Stages of a rank to try with the interleaved schedule."""
+IDLE: dict[Schedule, float] = {
+    "1f1b-w": 2 / 3, "zb-h1": 1 / 3, "1f1b": 1, "interleaved": 1, "zb-v": 1 / 3, "gpipe": 1
+}  # fmt: skip
+"""How long a rank of one stage waits at least for each of the others, in micro-batches; one of several stages
+as much less (docs/pipeline.md)."""
+VIRTUAL = range(2, 9)
+"""Stages of a rank to try with the interleaved schedule, of which those that share out blocks most evenly are
+tried."""
 REPEATED = 4 / 3
 """The operations of a step that computes each forward twice, beside one that does not."""
 GROWTH = 10
@@ -66,19 +74,24 @@ class Layout:
 
     values: Mapping[str, object]
     config: Config
-    bubble: float
-    """The least share of a step that pipeline ranks wait, added to 1."""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return stage_ranks(self.config.schedule, self.config.mesh.pp, self.config.pipeline.virtual)
 
     @property
     def work(self) -> float:
         """How much longer than the arithmetic of the model a step takes at least."""
-        repeats = self.config.memory.activations != "keep" and self.config.memory.recompute_every == 1
-        return (REPEATED if repeats else 1.0) * self.bubble
+        config, pp = self.config, self.config.mesh.pp
+        repeats = config.memory.activations != "keep" and config.memory.recompute_every == 1
+        waits = IDLE[config.schedule] * (pp - 1) * pp / (len(self.stages) * config.accumulation)
+        return (REPEATED if repeats else 1.0) * (1 + waits)
 
     @property
     def lean(self) -> tuple[int, ...]:
-        """The keys that decide the memory: of two layouts with the same axes and schedule, one that is
-        nowhere smaller takes no less."""
+        """The keys that decide the memory: of two layouts with the same axes and stages, one that is nowhere
+        smaller takes no less, if it has the same schedule, or the other has 1f1b."""
         memory, config = self.config.memory, self.config
         return (
             int(config.batch.micro),
@@ -86,13 +99,13 @@ class Layout:
             -int(config.zero.stage),
             int(memory.states == "device"),
             int(memory.params == "device"),
+            int(config.schedule != "1f1b"),
         )
 
     @property
     def frame(self) -> tuple[object, ...]:
-        """The axes and the schedule."""
-        pipeline = self.config.pipeline
-        return (*self.config.axes.values(), pipeline.schedule, pipeline.virtual)
+        """The axes, and the stages of each rank."""
+        return *self.config.axes.values(), self.stages
 
 
 @dataclass(frozen=True)
@@ -130,24 +143,22 @@ def layouts(config: Config, ranks: int, limits: Limits, blocks: int) -> Iterator
     fixed = config.chosen({})
     hosts = math.gcd(ranks, limits.ranks_per_host)
 
-    def open_to(key: str, values: Sequence[object]) -> Sequence[object]:
+    def open_to(key: str, values: Sequence[object]) -> Sequence[Any]:
         return values if key in searched else (fixed.value(key),)
 
     places = ("device", "host") if limits.host else ("device",)
     stages = (1, 2, 3) if fixed.value("zero.stage") == "auto" else (fixed.value("zero.stage"),)
-    any_schedule = fixed.value("pipeline.schedule") == "auto" and ("pipeline.virtual" in searched)
+    own = fixed.value("pipeline.schedule")
     sizes = {"mesh.tp": divisors(hosts), "mesh.pp": divisors(ranks), "mesh.cp": divisors(ranks)}
     for tp, pp, cp in product(*(open_to(key, each) for key, each in sizes.items())):
-        assert isinstance(tp, int) and isinstance(pp, int) and isinstance(cp, int)
-        if ranks % (tp * pp * cp) or pp > max(blocks, 1):
+        if ranks % (tp * pp * cp):
             continue
-        schedules: list[dict[str, object]] = [{}]
-        if any_schedule and pp > 1:
-            schedules += [
-                {"pipeline.schedule": "interleaved", "pipeline.virtual": v}
-                for v in VIRTUAL
-                if pp * v <= blocks
-            ]
+        schedules: list[dict[str, object]] = [{}] * (pp == 1) or [
+            {"pipeline.schedule": name} | ({"pipeline.virtual": virtual} if name == "interleaved" else {})
+            for name in (IDLE if searched and own == "auto" else [own])
+            for virtual in (open_to("pipeline.virtual", _even(pp, blocks)) if name == "interleaved" else [1])
+            if not searched or len(stage_ranks(name, pp, virtual)) <= blocks
+        ]
         keep = open_to("memory.activations", ("keep", "recompute"))
         for schedule, stage, states, params, activations in product(
             schedules, stages, open_to("memory.states", places), open_to("memory.params", places), keep
@@ -161,24 +172,24 @@ def layouts(config: Config, ranks: int, limits: Limits, blocks: int) -> Iterator
             )
 
 
+def _even(pp: int, blocks: int) -> list[int]:
+    """Return the numbers of stages of a rank with which the busiest rank has the fewest blocks."""
+    most = {v: v * math.ceil(blocks / (pp * v)) for v in VIRTUAL if pp * v <= blocks}
+    return [v for v, its in most.items() if its == min(most.values())]
+
+
 def _with_micro(config: Config, ranks: int, values: Mapping[str, object]) -> Iterator[Layout]:
     """Yield the layouts with these values and each size of micro-batches that is possible."""
     chosen = config.chosen(values)
     if chosen.problems(ranks):
         return
     resolved = chosen.resolve(ranks)
-    micros = [int(resolved.batch.micro)]
-    if chosen.batch.micro == "auto":
-        micros = divisors(resolved.share)[::-1]
-    for micro in micros:
+    every = divisors(resolved.share)[::-1]
+    for micro in every if chosen.batch.micro == "auto" else [int(resolved.batch.micro)]:
         given = chosen.chosen({"batch.micro": micro})
         if given.problems(ranks):
             continue
-        found = given.resolve(ranks)
-        stages = found.pipeline.virtual if found.schedule == "interleaved" else 1
-        waits = (found.mesh.pp - 1) / (stages * found.accumulation)
-        zero_bubble = found.schedule in ("zb-h1", "zb-v", "1f1b-w")
-        yield Layout({**values, "batch.micro": micro}, found, 1.0 if zero_bubble else 1.0 + waits)
+        yield Layout({**values, "batch.micro": micro}, given.resolve(ranks))
 
 
 def search(
@@ -189,10 +200,8 @@ def search(
     possible = isinstance(ranks, int) and ranks > 0
     todo = sorted(layouts(config, ranks, limits, blocks), key=_order) if possible else []
     if not todo:
-        none = Problem(
-            "ranks", ranks, f"no layout of {', '.join(config.searched)} divides them", "give others"
-        )
-        raise ConfigError(config.problems(ranks) or [none])
+        reason = f"no layout divides them, the batch and the model's {blocks} blocks"
+        raise ConfigError(config.problems(ranks) or [Problem("ranks", ranks, reason, "give others")])
     fits: list[Judged] = []
     failed: list[Judged] = []
     left_out = judged = 0
@@ -242,7 +251,8 @@ def _order(layout: Layout) -> tuple[float, ...]:
 
 def _dominates(failed: Layout, other: Layout) -> bool:
     """Return whether a layout that does not fit takes no more memory than the other."""
-    return failed.frame == other.frame and all(a <= b for a, b in zip(failed.lean, other.lean, strict=True))
+    alike = failed.frame == other.frame and failed.config.schedule in ("1f1b", other.config.schedule)
+    return alike and all(a <= b for a, b in zip(failed.lean, other.lean, strict=True))
 
 
 def _too_slow(layout: Layout, fits: Sequence[Judged], ranks: int, limits: Limits) -> bool:

@@ -28,6 +28,7 @@ from polyreme.models.trace import Key, Trace
 from polyreme.optim.groups import maker
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.sequence.documents import ENDS, IDS
+from polyreme.step.batch.batches import leading_size
 from polyreme.step.loss.objective import called
 
 DROPOUTS: dict[Any, tuple[str, int]] = {
@@ -101,7 +102,7 @@ def cut(batch: Any, count: int) -> list[Any]:
     if isinstance(batch, list) and batch and not any(isinstance(each, Tensor) for each in batch):
         return batch
     leaves, spec = pytree.tree_flatten(batch)
-    samples = _samples(batch)
+    samples = _samples(batch) if tensors_in(batch) else leading_size(batch)
     if samples < count:
         raise BatchError(f"a batch of {samples} samples cannot be verified in {count} micro-batches")
 
@@ -121,10 +122,10 @@ def joined(batches: Sequence[Any]) -> Any:
     fit = all(one == (specs[0], forms[0]) for one in zip(specs, forms, strict=True))
     if not fit or any(isinstance(leaf, Tensor) and not leaf.dim() for each in leaves for leaf in each):
         return None
-    together = [
-        torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*leaves, strict=True)
-    ]
-    return pytree.tree_unflatten(together, specs[0])
+    return pytree.tree_unflatten(
+        [torch.cat(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*leaves, strict=True)],
+        specs[0],
+    )
 
 
 def _samples(batch: Any) -> int:
@@ -177,6 +178,8 @@ class Loss:
                 wide = torch.promote_types(self._dtype, torch.float32)
                 output, target = _cast(output, wide), _cast(target, wide)
             loss, weight = self._loss_fn(output, target), _classes(self._loss_fn, target)
+        if not isinstance(loss, Tensor | tuple):
+            raise BatchError(f"the loss must be a tensor, but is {type(loss).__name__}: return it in loss_fn")
         if isinstance(loss, tuple):
             if not self._equal:
                 return loss[0].reshape(()), float(loss[1])
@@ -281,8 +284,10 @@ class Reference:
         self._optimizers = optimizers(model, config, optimizer)
         self._groups = [(group, group["lr"]) for each in self._optimizers for group in each.param_groups]
         self.trace = Trace(model)
-        separates = config.mesh.cp > 1 or config.context.method != "auto"
-        self._loss = Loss(model, loss_fn, compute, config.batch.mean == "ranks", separates)
+        self._loss = Loss(
+            model, loss_fn, compute, config.batch.mean == "ranks",
+            separates=config.mesh.cp > 1 or config.context.method != "auto",
+        )  # fmt: skip
         self._progress, self._unit = Progress(), 1.0
         self.weights: dict[str, Tensor] = {}
         self._take_weights()

@@ -105,9 +105,17 @@ def verified(
 
 def settings(config: Config, mode: str, steps: int) -> tuple[Config, list[str]]:
     """Return the config under which a run is verified, and what was changed. Raises ConfigError."""
-    of_mode = Problem("mode", mode, "there is no such mode", 'give "structure" or "numerics"')
-    of_steps = Problem("steps", steps, "nothing would be compared", "give 1 or more")
-    if problems := [of_mode] * (mode not in ("structure", "numerics")) + [of_steps] * (steps < 1):
+    checks = [
+        (
+            mode in ("structure", "numerics"),
+            Problem("mode", mode, "there is no such mode", 'give "structure" or "numerics"'),
+        ),
+        (
+            isinstance(steps, int) and steps > 0,
+            Problem("steps", steps, "nothing would be compared", "give 1 or more"),
+        ),
+    ]
+    if problems := [problem for is_right, problem in checks if not is_right]:
         raise ConfigError(problems)
     resolved = config.resolve(everyone(*rendezvous_settings(lambda: config)).size)
     micro = next(n for n in range(min(MICRO, resolved.share), 0, -1) if resolved.share % n == 0)
