@@ -413,8 +413,9 @@ class Engine(ModuleFace):
     def full_parameters(
         self, write: bool = False, among: Iterable[nn.Parameter] | None = None, rank: int = 0
     ) -> Iterator[nn.Module]:
-        """Yield the module with all parameters whole, in memory of their own, so that its `state_dict()` may
-        be kept. Every rank must enter.
+        """Yield the module with all parameters whole. Every rank must enter. Those that are sharded are in
+        memory of their own, which may be kept; without `write` the others are the parameters that are
+        trained.
 
         write: the parameters' values at the end go to weights and masters of every rank, unless the block
         ends in an error; of a parameter that several ranks have, those of `rank` count. In bf16 a master
@@ -429,7 +430,7 @@ class Engine(ModuleFace):
             self._take_in_writes()
         names = None if among is None else {*map(name_of, among)}
         if not write:
-            with readable(self._training.placement, names):
+            with readable(self._training.placement, names, by_user=True):
                 yield self.module
             return
         self._refuse_within_step("full_parameters(write=True)")

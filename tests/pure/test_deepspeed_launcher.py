@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shlex
+import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ from polyreme.cli import main as cli
 from polyreme.compat import finder
 from polyreme.compat.deepspeed.launcher import elsewhere as deepspeed_elsewhere
 from polyreme.compat.deepspeed.launcher import launch, multinode_runner, resources, runner
+from polyreme.compat.deepspeed.launcher.arguments import parse_launch_args
 from polyreme.compat.deepspeed.launcher.runner import (
     apply_num_nodes_and_gpus,
     encode_world_info,
@@ -465,6 +469,53 @@ def test_commands_for_scripts() -> None:
         assert kind.name == "slurm" or words == runner.get_cmd({}, {"n1": 2})
 
 
+def of_a_host(words: list[str], number: int, folder: str) -> list[str]:
+    """The words that a host runs: pdsh joins those after its own by spaces, replaces %n by the number of the
+    host and %% by %, and a shell there reads them."""
+    line = " ".join(words).replace("%%", "\0").replace("%n", str(number)).replace("\0", "%")
+    source, exports, change, run = line.split(" && ")
+    assert source == ". 'my venv'" and exports == "export 'NAME=x $y'" and change == f"cd {folder}"
+    return shlex.split(run)
+
+
+def test_words_of_pdsh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    hosts = {"n9": [0, 1], "n1": [2]}
+    world = encode_world_info(hosts)
+    given = ["--ssh_port", "7", "--launcher_args", "-b -u 9", "--venv_script", "my venv", "-q", "--save_pid"]
+    given += ["--no_local_rank", "--bind_cores_to_rank", "--bind_core_list", "0-3", "--master_port", "5"]
+    pdsh = multinode_runner.PDSHRunner(parse_args([*given, "t 1.py", "a b", '"$HOME"', "%n 100%"]), world)
+    pdsh.add_export(" NAME ", " x $y ")
+    environment = {"PDSH_SSH_ARGS_APPEND": "-q"}
+    start, end, changed = pdsh.get_cmd(environment, hosts)
+    assert start[:9] == end[:9] == ["pdsh", "-S", "-f", "1024", "-w", "n9,n1", "-b", "-u", "9"]
+    assert changed is environment
+    assert changed == {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": "-q -p 7"}
+    run = of_a_host(start[9:], 1, str(tmp_path))
+    assert run[:5] == ["exec", sys.executable, "-u", "-m", launch.__name__]
+    options = parse_launch_args(run[5:])
+    assert (options.world_info, options.node_rank) == (world, 1)
+    assert (options.master_addr, options.master_port, options.save_pid) == ("n9", 5, os.getpid())
+    assert options.quiet and options.no_local_rank and options.bind_cores_to_rank
+    assert options.bind_core_list == "0-3" and not options.module
+    assert [options.training_script, *options.training_script_args] == [
+        "t 1.py", "a b", '"$HOME"', "%n 100%"
+    ]  # fmt: skip
+    assert end[9:12] == ["pkill", "-f", "--"]
+    [pattern] = shlex.split(end[12])
+    line = " ".join(run[1:])
+    assert re.search(pattern, line) and not re.search(pattern, line.replace("_port=5", "_port=55"))
+    assert not any(re.search(pattern, " ".join(words)) for words in (start, end, ["bash", "-c", line]))
+
+
+def test_words_of_pdsh_by_default() -> None:
+    """Which change no variable of ssh's, and have an address that is given."""
+    options = parse_args(["--master_addr", "m", "--no_python", "t"])
+    start, _, environment = multinode_runner.PDSHRunner(options, "w").get_cmd({}, {"n1": 1})
+    assert environment == {"PDSH_RCMD_TYPE": "ssh"} and start[6:8] == ["cd", str(Path.cwd())]
+    assert start[-3:] == ["--save_pid=0", "--no_python", "t"] and "--master_addr=m" in start
+
+
 def test_a_launcher_of_a_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Own(parse_args(["--launcher_args", "--mca btl_tcp_if_include eth1", "t.py", "-y"]), "word")
     own.add_export("P", "/usr/lib")
@@ -475,6 +526,10 @@ def test_a_launcher_of_a_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not own.backend_exists() and not slurm.backend_exists() and asked == ["mpirun", "srun"]
     words = multinode_runner.OpenMPIRunner(own.args, "word").get_cmd({}, {"localhost": 1})
     assert "eth1" in words and "eth0" not in words
+    uneven = {"n1": [0, 2], "n2": [1]}
+    own.validate_active_resources(uneven)
+    with pytest.raises(ValueError, match="specific device ids"):
+        slurm.validate_active_resources(uneven)
     with pytest.raises(ValueError, match="ranks of MPI are Python's"):
         multinode_runner.MPICHRunner(parse_args(["--no_python", "t"]), "word").get_cmd({}, {"localhost": 1})
 

@@ -186,7 +186,6 @@ def test_a_report_names_what_does_the_work(capsys: pytest.CaptureFixture[str]) -
         "InferenceEngine",
         "comm.torch.TorchBackend",
         "compression.compress.init_compression",
-        "launcher.multinode_runner.PDSHRunner",
         "linear.OptimizedLinear",
         "linear.init_lora",
         "module_inject.auto_tp.AutoTP",

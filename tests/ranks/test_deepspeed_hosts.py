@@ -126,6 +126,51 @@ def test_training_has_the_numbers_of_one_host(two: tuple[list[Host], str], tmp_p
     assert norms(printed) == norms(alone) and len(norms(printed)) == 2
 
 
+STARTS_BY_PDSH = """
+import os, subprocess, sys
+from deepspeed.launcher.multinode_runner import PDSHRunner
+from deepspeed.launcher.runner import encode_world_info, parse_args
+hosts = {"n2": [0, 1], "n1": [0]}
+pdsh = PDSHRunner(parse_args(sys.argv[1:]), encode_world_info(hosts))
+assert pdsh.backend_exists()
+pdsh.add_export("FROM_FILE", "f g")
+start, end, environment = pdsh.get_cmd(dict(os.environ), hosts)
+started = subprocess.Popen(start, env=environment, stdout=subprocess.PIPE, text=True)
+for line in started.stdout:
+    print(line, end="", flush=True)
+    if line.startswith("n1: for ever"):
+        subprocess.run(end, env=environment, check=True)
+print("ended", started.wait())
+"""
+
+
+@whole
+@pytest.mark.skipif(bool(lacking("pdsh")), reason=lacking("pdsh"))
+def test_the_command_of_pdsh(two: tuple[list[Host], str], tmp_path: Path) -> None:
+    """It starts ranks that get all words as they are, and the other one ends them."""
+    (tmp_path / "start.py").write_text(
+        "from polyreme.compat import deepspeed\ndeepspeed.install()\n" + STARTS_BY_PDSH
+    )
+    (tmp_path / "show it.py").write_text(SHOW)
+    (tmp_path / "wait.py").write_text("print('for ever', flush=True)\n__import__('time').sleep(1e6)\n")
+    given = {"PDSH_SSH_ARGS_APPEND": two[1], "DS_ACCELERATOR": "cpu"}
+
+    def start(*of_runner: str) -> str:
+        return two[0][0].run(sys.executable, "start.py", *of_runner, folder=tmp_path, variables=given)
+
+    printed = start("--ssh_port", "22", "show it.py", "b c", "$HOME", "100%n")
+    assert printed.endswith("ended 0\n"), printed
+    given_words = ("29500", "f", "g", "-", "'b", "c',", "'$HOME',", "'100%n']")
+    assert {(*line[:6], *line[6:10], *line[11:]) for line in shown(printed)} == {
+        ("n2", "0", "0", "0", "2", "2", *given_words),
+        ("n2", "1", "1", "0", "2", "2", *given_words),
+        ("n1", "2", "0", "1", "2", "1", *given_words),
+    }
+    assert "n1: for ever" in (printed := start("wait.py")) and "ended 0" not in printed
+    assert "n2: ssh exited" in printed and "n1: ssh exited" in printed, printed
+    assert "wait.py" not in "".join(host.run("ps", "-eo", "args") for host in two[0])
+
+
 @whole
 def test_the_command_given_on_each_host(two: tuple[list[Host], str], tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)

@@ -75,7 +75,13 @@ def refusals(rank: int, world: int) -> None:
     with pytest.raises(OrderError, match="zero_allow_untested_optimizer"):
         started(**sgd, zero_optimization={"stage": 1})
     started(**sgd, zero_optimization={"stage": 1}, zero_allow_untested_optimizer=True)
-    started(**sgd)  # which is not sharded
+    engine, *_ = started(**sgd)  # which is not sharded
+    with engine.no_sync(), pytest.raises(AssertionError, match="inner one out"), engine.no_sync():
+        pass
+    for stage in (2, 3):
+        engine, *_ = started(**ADAM, zero_optimization={"stage": stage})
+        with pytest.raises(AssertionError, match=f"at ZeRO stage {stage}"), engine.no_sync():
+            pass
 
 
 def sizes(rank: int, world: int) -> list[float]:

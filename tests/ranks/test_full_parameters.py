@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,9 +228,6 @@ def misuse(rank: int, world: int) -> None:
         with pytest.raises(KeyError), engine.full_parameters(write=True) as module:
             write_all(module, "init")
             raise KeyError
-        if any(bucket.sharded for bucket in probe.units(engine)[0]):
-            with pytest.raises(ModelError, match="write=True"), engine.full_parameters() as module:
-                write_all(module, "init")
         with engine.full_parameters(write=True) as module:
             with pytest.raises(ModelError, match="inside of another"), engine.full_parameters(write=True):
                 pass
@@ -257,6 +255,45 @@ def misuse(rank: int, world: int) -> None:
             engine.module.lm_head.weight.mul_(1.0 + rank)
         with pytest.raises(ModelError, match=r"lm_head\.weight has not the same numbers"):
             step(engine)
+
+
+def write_to_what_is_read(rank: int, world: int) -> None:
+    """At every stage the first of the parameters is named, however it was written to."""
+    for stage, compute, memory in (
+        (0, "bf16", {}),
+        (2, "fp64", {}),
+        (3, "bf16", {}),
+        (3, "fp32", {"params": "host"}),
+    ):
+        engine = make(world, compute, zero={"stage": stage}, memory=memory)
+        name = "model.layers.1.mlp.up_proj.weight"
+        for how in ("add_", "data", "numpy", "given"):
+            with (
+                pytest.raises(ModelError, match=rf"parameter {re.escape(name)} changed .*write=True"),
+                engine.full_parameters() as module,
+            ):
+                weight = module.get_parameter(name)
+                if how == "add_":
+                    with torch.no_grad():
+                        weight[0, 0].add_(1)
+                elif how == "data":
+                    weight.data[-1, -1] += 1
+                elif how == "numpy":
+                    weight.detach().view(torch.uint8).numpy()[0, 0] ^= 1
+                else:
+                    weight.data = weight.data + 1
+        with engine.full_parameters() as module:  # what is put back has not changed
+            weight = module.get_parameter(name).data
+            before = weight.clone()
+            weight.zero_()
+            weight.copy_(before)
+        assert step(engine).loss > 0
+        engine.close()
+
+
+@pytest.mark.parametrize("world", SIZES)
+def test_writes_to_what_is_read_raise(ranks: Ranks, world: int) -> None:
+    ranks(world, write_to_what_is_read)
 
 
 @pytest.mark.parametrize("world", SIZES)

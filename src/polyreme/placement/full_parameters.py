@@ -29,15 +29,23 @@ FIRST = {"loss": 0, "tp": 0, "pp": 0}
 
 
 @contextmanager
-def readable(placement: Placement, names: Collection[str] | None = None) -> Iterator[None]:
-    """Make all parameters whole, to be read. Raises ModelError on leaving if one was written to where that
-    would be lost. names: of the parameters that are needed; buckets without any of them are left alone."""
-    buckets = [bucket for bucket in placement.holding(names) if bucket.sharded]
-    with _exposed(buckets) as numbers:
-        before = [_digests(bucket, flat) for bucket, flat in zip(buckets, numbers, strict=True)]
+def readable(
+    placement: Placement, names: Collection[str] | None = None, *, by_user: bool = False
+) -> Iterator[None]:
+    """Make all parameters whole, to be read. Raises ModelError on leaving if one that is sharded was written
+    to, which would be lost, or, where code of the user's runs inside (by_user), any. names: of the parameters
+    that are needed; buckets without any of them are left alone."""
+    buckets = placement.holding(names)
+    sharded = [bucket for bucket in buckets if bucket.sharded]
+    whole = [bucket for bucket in buckets if by_user and not bucket.sharded]
+
+    def digests() -> list[Sequence[object]]:
+        return [*map(_digests, sharded, numbers), *map(_live_digests, whole)]
+
+    with _exposed(sharded) as numbers:
+        before = digests()
         yield
-    after = [_digests(bucket, flat) for bucket, flat in zip(buckets, numbers, strict=True)]
-    changed = [slot.name for bucket, old, new in zip(buckets, before, after, strict=True)
+    changed = [slot.name for bucket, old, new in zip((*sharded, *whole), before, digests(), strict=True)
                for slot, a, b in zip(bucket.layout.slots, old, new, strict=True) if a != b]  # fmt: skip
     if changed:
         raise ModelError(
@@ -228,8 +236,16 @@ def _odd(numbers: Tensor) -> Tensor:
 
 def _digests(bucket: Bucket, flat: Tensor) -> list[int]:
     """Return a digest of each parameter's numbers, in order."""
-    found = []
-    for slot in bucket.layout.slots:
-        words = flat[slot.start : align(slot.stop)].view(torch.int64)
-        found.append(int((words * _odd(words)).sum()))
-    return found
+    return [int(checksum(flat[slot.start : align(slot.stop)])) for slot in bucket.layout.slots]
+
+
+def _live_digests(bucket: Bucket) -> list[tuple[int, bool]]:
+    """Return of each parameter that is always in memory a digest of its numbers there, and whether a script
+    gave it others of its shape elsewhere. (One of another shape was replaced, which is told of later.)"""
+    bucket.require("params")
+    flat = bucket.full
+    moved = [
+        each.shape == slot.shape and each.data_ptr() - flat.data_ptr() != slot.start * flat.itemsize
+        for slot, each in zip(bucket.layout.slots, bucket.parameters, strict=True)
+    ]
+    return [*zip(_digests(bucket, flat), moved, strict=True)]

@@ -201,19 +201,19 @@ class Cluster(Section):
         if isinstance(source, Cluster):
             return source  # type: ignore[return-value]
         where = str(source) if isinstance(source, str | Path) else None
+        known = f"write one of {', '.join(PRESETS)}"
         if isinstance(source, Mapping):
             tree = plain(source)
         elif str(source).lower() in PRESETS:
             tree = {"base": str(source)}
         elif isinstance(source, str) and not Path(source).suffix and not Path(source).exists():
-            fix = f"write one of {', '.join(PRESETS)}, or the path of a file such as cluster.toml"
+            fix = f"{known}, or the path of a file such as cluster.toml"
             raise _refused("cluster", source, "there is no preset of this name", fix)
         else:
             tree = read(source, "cluster")
         if (base := tree.pop("base", None)) is not None:
             if str(base).lower() not in PRESETS:
-                fix = f"write one of {', '.join(PRESETS)}"
-                raise _refused("base", base, "there is no preset of this name", fix)
+                raise _refused("base", base, "there is no preset of this name", known)
             tree = _over(PRESETS[str(base).lower()], tree)
         device = tree.get("device")
         if isinstance(device, Mapping) and (sheet := data_sheet(str(device.get("name", "")))):

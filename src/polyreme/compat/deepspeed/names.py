@@ -192,9 +192,9 @@ REFUSED = (
         ("monitor.comet",),
     ),
     Refusal(
-        "ranks of several hosts are started over ssh itself, without pdsh, and by MPI without a helper",
+        "ranks of several hosts are started over ssh, and by MPI without a helper",
         "run `polyreme deepspeed --launcher ...`, or call deepspeed.launcher.runner.main",
-        ("launcher.multinode_runner:PDSHRunner", "launcher.launcher_helper"),
+        ("launcher.launcher_helper",),
     ),
     Refusal(
         "deepspeed.comm has torch's functions themselves, and no object in between",

@@ -57,7 +57,7 @@ _OF_HOSTS: tuple[Option, ...] = (
     ("--save_pid", bool, False, "write the launcher's process id to /tmp/PID.deepspeed"),
     ("--autotuning", str, "", "(refused) try other settings by itself", ["tune", "run"]),
 )  # fmt: skip
-_OF_RANKS: tuple[Option, ...] = (
+OF_RANKS: tuple[Option, ...] = (
     ("--module", bool, False, "SCRIPT is the name of a module, as for python -m"),
     ("--no_python", bool, False, "SCRIPT is a program, and is run as it is"),
     ("--no_local_rank", bool, False, "do not give the script --local_rank=N"),
@@ -100,7 +100,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         usage="%(prog)s [OPTIONS] SCRIPT [ARGUMENTS]...",
         description="Run a DeepSpeed script as ranks on this machine or on a hostfile's, on Polyreme.",
     )
-    _add(parser, "user_script", "user_args", _OF_HOSTS, _OF_RANKS)
+    _add(parser, "user_script", "user_args", _OF_HOSTS, OF_RANKS)
     return parser.parse_args(args)
 
 
@@ -109,5 +109,5 @@ def parse_launch_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="polyreme.compat.deepspeed.launcher.launch", description="Start the ranks of one host."
     )
-    _add(parser, "training_script", "training_script_args", _OF_ONE_HOST, _OF_RANKS)
+    _add(parser, "training_script", "training_script_args", _OF_ONE_HOST, OF_RANKS)
     return parser.parse_args(args)

@@ -25,7 +25,7 @@ from polyreme.launch.options import LaunchOptions
 
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """Beginnings of the names of variables that DeepSpeed gives all hosts."""
-_OF_SSH = "PDSH_SSH_ARGS_APPEND"
+OF_SSH = "PDSH_SSH_ARGS_APPEND"
 
 
 def start(options: argparse.Namespace, active: Active) -> None:
@@ -78,7 +78,7 @@ def _over_ssh(options: argparse.Namespace, active: Active) -> None:
     if options.launcher_args:
         raise ResourceError(
             f"--launcher_args {options.launcher_args!r}: these are pdsh's, and ranks are started over ssh "
-            f"itself; give options of ssh in ~/.ssh/config or in the variable {_OF_SSH}"
+            f"itself; give options of ssh in ~/.ssh/config or in the variable {OF_SSH}"
         )
     if options.bind_core_list is not None:
         raise ResourceError(
@@ -110,7 +110,7 @@ def _over_ssh(options: argparse.Namespace, active: Active) -> None:
 
 def _ssh(options: argparse.Namespace) -> list[str]:
     port = [] if options.ssh_port is None else ["-p", str(options.ssh_port)]
-    return ["ssh", *split(os.environ.get(_OF_SSH, "")), *port]
+    return ["ssh", *split(os.environ.get(OF_SSH, "")), *port]
 
 
 def _refuse_of_pdsh(options: argparse.Namespace, launcher: str) -> None:
