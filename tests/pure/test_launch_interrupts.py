@@ -3,18 +3,27 @@ whatever the process does."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyreme.cli import doctor
+from polyreme.distributed import rendezvous
+from polyreme.distributed.environment import Environment
 from polyreme.errors import PolyremeError
-from polyreme.launch import local, signals, torchrun
+from polyreme.launch import local, mpirun, several, signals, torchrun
+from polyreme.launch.hosts import Hosts
 from polyreme.launch.rank import LAUNCHER_TIMEOUT
 from polyreme.launch.signals import importing
 from polyreme.launch.supervise import stopped_by
@@ -194,3 +203,49 @@ def test_ctrl_c_while_a_rank_ends_leaves_no_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyreme.launch.rank", str(os.getpid()), str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.fixture
+def mute(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Ctrl-C comes while a name is looked up, and no name server answers: the look-up waits in C, where no
+    handler of Python's runs. Has the names whose look-up has ended."""
+    library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # all zero: an open mutex
+    library.pthread_mutex_lock(lock)
+    within = (ctypes.c_long * 2)(int(time.time()) + 10, 0)
+    ended: list[str] = []
+
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()  # once it waits
+        try:
+            library.pthread_mutex_timedlock(lock, within)
+        finally:
+            ended.append(host)
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(rendezvous, "announce", lambda *_: None)
+    yield ended
+    library.pthread_mutex_unlock(lock)
+
+
+def meets() -> None:
+    rendezvous.meet(Environment("a test", 1, 2, 1, 2, ("far", 1)), timedelta(seconds=99))
+
+
+LOOK_UPS: dict[str, Callable[[], object]] = {
+    "a hostfile": lambda: several.run({"far": [0]}, several.RankCommand(["x"]), ssh=["false"]),
+    "a hostfile of mpirun": lambda: mpirun.run(
+        mpirun.Library("/none", mpirun.HYDRA), mpirun.Request(["x"], {"far": 1}, {}, ["nossh"])
+    ),
+    "the first launcher": lambda: torchrun.launch(["-m", "x"], 1, hosts=Hosts(0, 2, 2, ("far", 1))),
+    "another launcher": lambda: torchrun.launch(["-m", "x"], 1, hosts=Hosts(1, 2, 2, ("far", 1))),
+    "a rank": meets,
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a mutex with a deadline is Linux's")
+@pytest.mark.parametrize("what", LOOK_UPS)
+def test_ctrl_c_ends_what_waits_for_a_name_server(what: str, mute: list[str]) -> None:
+    with pytest.raises((KeyboardInterrupt, PolyremeError), match=r"^$|^stopped by SIGINT"):
+        LOOK_UPS[what]()
+    assert not mute

@@ -87,6 +87,25 @@ def test_a_run_ends_where_who_started_it_is_gone(how: str, monkeypatch: pytest.M
         os.close(into)
 
 
+def test_who_reads_that_a_run_has_ended_may_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its leaving sends SIGINT, while this process has not returned from telling so."""
+    monkeypatch.setattr(on_host, "_run", lambda *_: None)
+    told: list[Frame] = []
+
+    def tell(frame: Frame) -> None:
+        told.append(frame)
+        signal.raise_signal(signal.SIGINT)
+
+    numbers = (signal.SIGINT, *on_host.SAVE_SIGNALS)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        on_host._begin({"variables": {}}, tell)
+    finally:
+        for number, action in zip(numbers, before, strict=True):
+            signal.signal(number, action)
+    assert told == [frames.message(end="well")]
+
+
 def test_one_host_alone_failed_first() -> None:
     started = several._Started({}, Mock(), [], {})
     outcomes = {

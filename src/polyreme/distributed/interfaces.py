@@ -10,6 +10,8 @@ import socket
 import struct
 from collections.abc import Iterator
 
+from polyreme.distributed.apart import look_up
+
 _GET_ADDRESSES, _ADDRESS = 22, 20  # of netlink: RTM_GETADDR, RTM_NEWADDR
 _REQUEST_ALL = 0x301
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
@@ -19,7 +21,7 @@ def source(host: str) -> str | None:
     """Return the address of this host from which packets to `host` (a name or an address) go; None where
     there is no route to it, or no such name."""
     try:
-        ways = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        ways = look_up(host, 9, socket.SOCK_DGRAM)
     except OSError:
         return None
     for family, kind, protocol, _, address in ways:

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from polyreme.distributed import restart
+from polyreme.distributed.apart import apart, look_up
 from polyreme.distributed.environment import AGAIN, BY_MPI, LOOPBACK, Environment, announce
 from polyreme.distributed.interfaces import addresses, is_loopback, source
 from polyreme.distributed.mpi import library, named
@@ -49,26 +47,6 @@ _stores: dict[tuple[str, int], Any] = {}
 meeting there before rank 0 has left this one."""
 _times = Counter[tuple[str, int] | None]()
 """How many meetings there were at each address."""
-T = TypeVar("T")
-
-
-def apart(call: Callable[[], T], seconds: float = math.inf) -> T:
-    """Call `call` in a thread of its own and return its result: torch waits in compiled code, where no signal
-    handler runs and some waits have no deadline. Raises TimeoutError after `seconds`; the thread is left
-    behind."""
-    future = Future[T]()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="polyreme meets", daemon=True).start()
-    try:
-        return future.result(None if seconds == math.inf else seconds)
-    except TimeoutError as late:
-        raise late if future.done() else TimeoutError(f"no answer within {seconds:g} s") from None
 
 
 def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]:
@@ -84,15 +62,16 @@ def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]
     _times[environment.address] += 1
     announce(environment)
     deadline = time.monotonic() + within.total_seconds()
-    mine = _record(environment)
     try:
+        mine = apart(partial(_record, environment), within.total_seconds())
         come = partial(_come, environment, listener, mine, within, deadline)
         store, outcome = apart(come, deadline - time.monotonic() + HEARD + _ANSWER)
     except TimeoutError as late:
         raise TransportError(
-            f"the meeting at {_at(environment)} has not answered rank {environment.rank} (on {mine['host']}) "
-            f"within {within.total_seconds():g} s (launch.meet_timeout): rank 0, which holds it, or its host "
-            "hangs, or the way there is cut; look at what rank 0 prints"
+            f"the meeting at {_at(environment)} has not answered rank {environment.rank} (on "
+            f"{socket.gethostname()}) within {within.total_seconds():g} s (launch.meet_timeout): rank 0, "
+            "which holds it, or its host hangs, the way there is cut, or no name server answers; look at "
+            "what rank 0 prints"
         ) from late
     except RuntimeError as lost:
         raise TransportError(
@@ -163,7 +142,7 @@ def _record(environment: Environment) -> dict[str, str]:
     assert environment.address is not None
     host = environment.address[0]
     try:
-        seen = str(socket.getaddrinfo(host, None)[0][4][0])
+        seen = str(look_up(host, None)[0][4][0])
     except OSError:  # torchrun's agent may know better
         seen = ""
     return {"host": socket.gethostname(), "seen": seen, "from": source(host) or ""}
@@ -216,7 +195,7 @@ def listen(environment: Environment) -> socket.socket:
     assert environment.address is not None
     host, port = environment.address
     try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        known = look_up(host, port, socket.SOCK_STREAM)
         family, _, _, _, own = min(known, key=lambda each: each[0] != socket.AF_INET)
         if is_loopback(str(own[0])) and not environment.one_host:  # 127.0.1.1 of a hosts file
             return _listen_everywhere(port)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyreme.distributed.apart import look_up
 from polyreme.errors import LaunchError, shortened
 
 Pool = Mapping[str, int]
@@ -167,7 +168,7 @@ def is_this_machine(host: str) -> bool:
     if host in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
         return True
     try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        addresses = look_up(host, 0, socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return False
     return any(_has_address(family, address) for family, _, _, _, address in addresses)

@@ -18,6 +18,7 @@ from functools import partial
 
 from torch.distributed import TCPStore
 
+from polyreme.distributed.apart import apart
 from polyreme.distributed.environment import (
     LEAST_PODS,
     LOOPBACK,
@@ -28,7 +29,7 @@ from polyreme.distributed.environment import (
     Environment,
     detect,
 )
-from polyreme.distributed.rendezvous import apart, greet, listen, serve
+from polyreme.distributed.rendezvous import greet, listen, serve
 from polyreme.errors import LaunchError, TransportError
 from polyreme.launch.peers import Peers
 
@@ -194,7 +195,7 @@ class Rendezvous:
         address, port = self._hosts.address
         for problem in self._attempts():
             try:
-                greet((address, port), POLL * 20)
+                apart(partial(greet, (address, port), POLL * 20))
                 client = partial(TCPStore, is_master=False, wait_for_workers=False)
                 store = apart(partial(client, address, port, timeout=timedelta(seconds=ANSWER)), ANSWER)
                 if not self._is_over(store):

@@ -59,8 +59,7 @@ def main() -> None:
             gone = threading.Event()
             threading.Thread(target=_listen, args=(asked, gone), daemon=True).start()
             _begin(request, tell)
-            with contextlib.suppress(KeyboardInterrupt):  # as the loss of the starter ends a run
-                gone.wait()  # other hosts may need this one until then
+            gone.wait()  # other hosts may need this one until the starter leaves
             leave(0)
         if request["do"] != "nothing":
             tell(frames.message(**_ANSWERS[request["do"]](request)))
@@ -154,6 +153,7 @@ def _begin(request: Mapping[str, Any], tell: Tell) -> None:
     os.environ.update(request["variables"])
     try:
         _run(request, tell)
+        _be_deaf()
         end: dict[str, Any] = {"end": "well"}
     except KeyboardInterrupt:  # while torch was imported
         end = {"end": "failed", "message": "", "exit_status": 128 + signal.SIGINT, "rank": None}
@@ -165,9 +165,15 @@ def _begin(request: Mapping[str, Any], tell: Tell) -> None:
             "rank": getattr(error, "rank", None),
             "traceback": getattr(error, "traceback", None),
         }
-    for number in SAVE_SIGNALS:  # the starter may still send them until it reads this
-        signal.signal(number, signal.SIG_IGN)
+    _be_deaf()
     tell(frames.message(**end))
+
+
+def _be_deaf() -> None:
+    """Ignore what the starter may still send until it reads how the run has ended, and what its leaving sends
+    then."""
+    for number in (signal.SIGINT, *SAVE_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _run(request: Mapping[str, Any], tell: Tell) -> None:

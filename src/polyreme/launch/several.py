@@ -151,10 +151,9 @@ def python_path() -> str:
 # ---- hosts
 
 
-def _start(name: str, ssh: Sequence[str], source: str | None) -> tuple[Process, str]:
-    """Start the launcher's process (`on_host`) on a host, by ssh where that is another machine. Returns it,
-    and "ssh" or "this machine"."""
-    words = login(name, ssh, source)
+def _start(words: Sequence[str]) -> tuple[Process, str]:
+    """Start the launcher's process (`on_host`) by the command of `login`. Returns it, and "ssh" or "this
+    machine"."""
     # in its own session, so that Ctrl-C reaches it only through this process, in order
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -245,12 +244,14 @@ class _Started(Transport):
     # ---- before the ranks
 
     def start(self, run: SupervisedRun) -> None:
-        find_login(self._active.keys() - self._processes.keys(), self._ssh)
+        with run.interruptible():  # a name server may be slow
+            find_login(others := self._active.keys() - self._processes.keys(), self._ssh)
+            logins = {name: login(name, self._ssh, self.what.source) for name in others}
         for index, (name, slots) in enumerate(self._active.items()):
             if name in self._processes:
                 process, way = self._processes[name], "Ray"
             else:
-                process, way = _start(name, self._ssh, self.what.source)
+                process, way = _start(logins[name])
             self.hosts.append(_Host(index, name, slots, process, way, self.events))
         with run.interruptible():
             self._inspect()
