@@ -8,11 +8,11 @@ see for a while. `ulysses`: each rank gets all tokens of some of the heads. `mix
 own tokens, and over groups of them keys and values of these heads go round.
 
 Communication, per rank, with b the elements of its keys (and of its values): `ring` 2(n-1) b forward and
-4(n-1) b backward, or 2h b and 4h b for a block that goes on to h ranks; `gather` as much at
-most, in one collective each way: keys and values that another rank's queries may see, and the gradients of
-those that its own may see; `ulysses` 2(t+g)(n-1)/n b each way, for g heads of queries for one of keys, which
-are repeated t times; `mix` that of ulysses among its neighbours, and t times that of a ring of groups. A
-recomputation sends nothing (`kept`). All ranks must call the same operations in the same order."""
+4(n-1) b backward, or 2h b and 4h b for a block that goes on to h ranks; `gather` as much at most, in one
+collective each way: keys and values that another rank's queries may see, and the gradients of those that its
+own may see; `ulysses` 2(t+g)(n-1)/n b each way, for g heads of queries for one of keys, which are repeated t
+times; `mix` that of ulysses among its neighbours, and t times that of a ring of groups. A recomputation sends
+nothing (`kept`). All ranks must call the same operations in the same order."""
 
 from __future__ import annotations
 
@@ -241,12 +241,13 @@ class _Ring(Function):
             coming.settle()
             here = following
             following, coming = _onward(across, here, step, pack)
-            total = incoming.lse.new_empty(0)
+            own: tuple[Tensor, ...] = ()
             if across.comes(rank, step):
                 block, tokens = pack.split(here), across.tokens[rank - step]
-                total = pack.join(*differentiate(incoming, *block, across.mine, tokens, across.rule))
-            arriving.settle()
-            if step > 1 and across.comes(rank, step):
+                own = differentiate(incoming, *block, across.mine, tokens, across.rule)
+            arriving.settle()  # until then the total is being sent
+            total = pack.join(*own) if own else incoming.lse.new_empty(0)
+            if step > 1 and own:
                 total += before
             before, back, arriving = _homeward(across, total, step, pack)
             if across.hops[rank] == step:
@@ -254,8 +255,8 @@ class _Ring(Function):
         grads = differentiate(incoming, key, value, across.mine, across.mine, across.rule)
         arriving.settle()
         if across.hops[rank]:
-            for own, others in zip(grads, pack.split(home), strict=True):
-                own += others
+            for each, others in zip(grads, pack.split(home), strict=True):
+                each += others
         return _ended(incoming, key, grads, of_sinks)
 
 
