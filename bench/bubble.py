@@ -21,10 +21,9 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
-from unittest import mock
 
 import psutil
 import torch
@@ -34,7 +33,6 @@ from torch.autograd import Function
 import polyreme
 from cases import SIZES, Job, build_batch, build_model
 from polyreme.models.huggingface import pipeline_list
-from polyreme.pipeline import executor
 from polyreme.pipeline.schedule import MESSAGES, NAMES, Action, Name, Schedule, build, halves, other_end
 from polyreme.pipeline.simulate import RECEIVED, Costs, simulate
 from polyreme.pipeline.weight_gradients import now_or_later
@@ -123,8 +121,8 @@ class Watch:
     """A row that notes the spans of its actions while it is performed."""
 
     def __init__(self, row: Sequence[Action]) -> None:
-        self.row, self.spans, self.waited = row, [], 0.0
-        self._wait = executor._wait
+        self.row, self.waited = row, 0.0
+        self.spans: list[Span] = []
 
     def __iter__(self) -> Iterator[Action]:
         for action in self.row:
@@ -132,10 +130,10 @@ class Watch:
             yield action
             self.spans.append(Span(action, began, time.perf_counter(), self.waited))
 
-    def wait(self, works: list[Any]) -> None:
-        """In place of the interpreter's."""
+    def wait(self, wait: Callable[[], None]) -> None:
+        """Wait for messages, and note how long."""
         began = time.perf_counter()
-        self._wait(works)
+        wait()
         self.waited += time.perf_counter() - began
 
 
@@ -158,7 +156,7 @@ def train(rank: int, world: int, case: Case) -> dict[str, Any]:
         engine = polyreme.initialize(build_model(case.model), config)
     watch = probe.replace_row(engine, Watch)
     steps = []
-    with mock.patch.object(executor, "_wait", watch.wait):
+    with probe.at_waits(watch.wait):
         for _ in range(1 + case.steps):
             engine.mesh.pp.barrier()
             watch.spans = []
@@ -178,8 +176,8 @@ def extent(step: Step) -> tuple[float, float]:
     return min(span.began for span in spans), max(span.ended for span in spans)
 
 
-def durations(step: Step, ops: Sequence[str]) -> dict[Action, float]:
-    """How long each action took, but for its waiting."""
+def durations(step: Step, ops: Sequence[str]) -> dict[Any, float]:
+    """By action, how long each action took, but for its waiting."""
     return {
         span.action: span.ended - span.began - span.waited
         for row in step
@@ -188,7 +186,7 @@ def durations(step: Step, ops: Sequence[str]) -> dict[Action, float]:
     }
 
 
-def means(step: Step) -> dict[Action, float]:
+def means(step: Step) -> dict[Any, float]:
     """Of every F, B and W the mean of all of its kind at its stage: a B with a W is of another kind than a
     whole one."""
     spent = durations(step, COMPUTES)

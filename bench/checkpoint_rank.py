@@ -56,7 +56,7 @@ class Polyreme:
         self.engine = polyreme_zero.initialize(build_model(job.size), job, stage=2)
         self.train_step = polyreme_zero.step_of(self.engine)
 
-    def held(self) -> Iterable[Tensor]:
+    def held(self) -> Iterable[Any]:
         import probe
 
         regions = probe.saved(self.engine).regions

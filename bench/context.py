@@ -93,7 +93,7 @@ class Case:
     def floor(self) -> Turn:
         """This rank's heads of all tokens."""
         heads = self.whole.chunk(self.axis.size, 3)[self.axis.rank]
-        return self.turn(heads, lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True))
+        return self.turn(heads, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
     def gathered(self) -> Turn:
         """Each rank has all keys and values, and a mask of those that its zigzag of queries sees."""
@@ -115,8 +115,8 @@ class Case:
         deepspeed.init_distributed("nccl" if self.device.type == "cuda" else "gloo")
 
         def local(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-            heads = [each.transpose(1, 2) for each in (q, k, v)]
-            return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
         layer = DistributedAttention(local, dist.group.WORLD)
 
@@ -136,8 +136,8 @@ class Case:
         def step() -> float:
             given = [each.transpose(1, 2).contiguous() for each in self.whole]  # which it cuts in place
             with context_parallel(mesh, buffers=given, buffer_seq_dims=[2] * 4):
-                leaves = [each.requires_grad_() for each in given[:3]]
-                found = F.scaled_dot_product_attention(*leaves, is_causal=True)
+                q, k, v = (each.requires_grad_() for each in given[:3])
+                found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
                 loss = (found.double() * given[3]).sum()
                 loss.backward()
             return loss.item()

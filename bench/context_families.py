@@ -31,7 +31,7 @@ WAYS = 2
 TOLERANCE = 1e-10
 MODES = ("padded", "packed")
 KINDS = ("pass", "refused", "wrong", "not built")
-DOCUMENTS = {"padded": [(9,), (13,)], "packed": [(5, 3, 5), (1, 12)]}
+DOCUMENTS: dict[str, list[tuple[int, ...]]] = {"padded": [(9,), (13,)], "packed": [(5, 3, 5), (1, 12)]}
 """The lengths of the documents of each sample."""
 IGNORED = -100
 
@@ -95,7 +95,7 @@ def expected(model: nn.Module, mode: str) -> tuple[float, dict[str, Tensor]]:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter -= parameter.grad
+                parameter.sub_(parameter.grad)
     return loss.item(), {name: each.detach() for name, each in model.named_parameters()}
 
 
@@ -186,13 +186,13 @@ def markdown(result: Mapping[str, Any]) -> str:
         elif chosen:
             lines += ["", f"## {title}", "", "| family | model | why |", "|---|---|---|"]
             lines += [
-                "| " + " | ".join([name, rows[name]["model"], _cell(worst[name][1])]) + " |"
-                for name in chosen
+                "| " + " | ".join([name, rows[name]["model"], cell(worst[name][1])]) + " |" for name in chosen
             ]
     return "\n".join([*lines, ""])
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Return the text as a table of Markdown has it."""
     return re.sub(r"([|*<>\[\]])", r"\\\1", text)
 
 

@@ -272,7 +272,7 @@ def run(case: str, number: int, kills: int, whole: Path) -> dict[str, Any]:
     """One run that is killed at most `kills` times, and then comes to its end."""
     random_ = random.Random(f"{case} {number}")
     with tempfile.TemporaryDirectory(prefix="polyreme-crash-") as folder:
-        job, done = Job(Path(folder), case), []
+        job, done = Job(Path(folder), case), list[Any]()
         while len(done) < kills and (killed := job.killed(random_)) is not None:
             done.append(killed)
         if len(done) == kills:

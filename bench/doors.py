@@ -173,7 +173,7 @@ def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def summarise(name: str, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A row of the table from all rounds of a script."""
-    case, row = CASES[name], {}
+    case, row = CASES[name], dict[str, Any]()
     failed = {s: r[s]["error"] for r in rounds for s in (DEEPSPEED, POLYREME) if "error" in r.get(s, {})}
     whole = [r for r in rounds if all("median_ms" in r.get(s, {}) for s in (DEEPSPEED, POLYREME))]
     if whole:

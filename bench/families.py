@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import re
 import shlex
 import sys
 import time
@@ -42,6 +41,7 @@ from polyreme.tensor.parallelize import parallelize
 BENCH = Path(__file__).resolve().parent
 sys.path += [str(BENCH.parent / "tests"), str(BENCH.parent / "tests/ranks")]
 
+import context_families as context  # noqa: E402
 from models import Wide  # noqa: E402
 from pool import Ranks, RanksFailed  # noqa: E402
 from tiny_families import LARGEST, batch_for, build, declared, skeleton, tiny  # noqa: E402
@@ -228,20 +228,16 @@ def markdown(result: Mapping[str, Any]) -> str:
             outcome, why = row["outcomes"]["sequence"]
             lines.append(
                 f"| {name} | {row['model']} | {row['divided']:.0%} "
-                f"| {outcome}{': ' + _cell(why) if why else ''} |"
+                f"| {outcome}{': ' + context.cell(why) if why else ''} |"
             )
     for kind, title in (("refused", "Refused"), ("not built", "Not built")):
         lines += ["", f"## {title}", "", "| family | model | why |", "|---|---|---|"]
         chosen = {name: row for name, row in rows.items() if first[name] == kind}
         lines += [
-            f"| {name} | {row['model']} | {_cell(row['outcomes'][MODES[0]][1])} |"
+            f"| {name} | {row['model']} | {context.cell(row['outcomes'][MODES[0]][1])} |"
             for name, row in chosen.items()
         ]
     return "\n".join([*lines, ""])
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"([|*<>\[\]])", r"\\\1", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -255,8 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cp", action="store_true", help="context parallelism, in place of tensor's")
     args = parser.parse_args(argv)
-    import context_families as context
-
     known, modes = (context.families(), context.MODES) if args.cp else (declared(), MODES)
     if unknown := set(args.families) - set(transformers.CONFIG_MAPPING):
         parser.error(f"transformers has no model_type {', '.join(sorted(unknown))}")

@@ -213,9 +213,11 @@ def made(job: Job) -> Any:
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
     """Weights of a model that is built are all one number: to draw billions of them takes a minute."""
-    with mock.patch.multiple(
-        torch.Tensor, **dict.fromkeys(("normal_", "uniform_"), lambda tensor, *_, **__: tensor.fill_(1e-2))
-    ):
+
+    def fill(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor.fill_(1e-2)
+
+    with mock.patch.object(torch.Tensor, "normal_", fill), mock.patch.object(torch.Tensor, "uniform_", fill):
         yield
 
 

@@ -118,7 +118,7 @@ def rank_main(args: argparse.Namespace) -> None:
     if args.states == "files":
         traffic["states"] = (states, states)
     if engine.config.memory.gradients not in ("device", "host"):
-        reduced = probe.trainable(engine)[0].formats.reduce.itemsize
+        reduced = probe.trainable(engine)[0].gradients.sums.reduce.itemsize
         gradients = sum(padded(extent.interval.size * reduced) for extent in extents)
         traffic["gradients"] = (gradients, gradients)
     if args.params == "files":
@@ -179,13 +179,13 @@ def main() -> int:
             return 1
         ranks = [json.loads(Path(report, f"{rank}.json").read_text()) for rank in range(args.ranks)]
     lines, good = table(ranks)
-    env = environment()
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    known = environment()
+    versions = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
     where = (
-        f"{env['date']}, commit {env['commit']}; Python {env['python']}, "
-        f"{versions}; {env['cpu']}, {env['cores']} cores, "
+        f"{known['date']}, commit {known['commit']}; Python {known['python']}, "
+        f"{versions}; {known['cpu']}, {known['cores']} cores, "
     )
-    where += f"{env['memory_gib']} GiB."
+    where += f"{known['memory_gib']} GiB."
     shown = (
         f"# A model whose states are in files\n\n{where}\n\n    {shlex.join(['python', *sys.argv])}\n\n"
         + "\n".join(lines)

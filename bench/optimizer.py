@@ -49,7 +49,7 @@ OTHERS: Mapping[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Adagrad": (Adagrad, {"fused": True}),
     "Lion": (Lion, {"weight_decay": 0.1}),
 }
-ADAMW = {"lr": LR, "betas": (0.9, 0.95), "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.95), "weight_decay": 0.1}
 COMPACT: Mapping[str, States] = {"AdamW, bf16 states": "bf16", "AdamW, 8bit states": "8bit"}
 OURS, PIECES, WALKED = "polyreme", "polyreme, pieces of 512K", "polyreme without numba"
 FUSED, FOREACH, DEEPSPEED = RIVALS = ("torch fused", "torch foreach", "DeepSpeedCPUAdam")
@@ -79,10 +79,10 @@ class Shard:
         self.narrow = self.gradient.bfloat16()
         self.out, self.wide = torch.empty_like(self.narrow), torch.empty_like(self.master)
 
-    def states(self, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    def states(self, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
         """In parts: master, both gradients, both moments, the rounded copy."""
         tensors = (self.master, self.gradient, self.narrow, self.first, self.second, self.out)
-        yield from zip(*(t.split(size) for t in tensors), strict=True)  # type: ignore[arg-type]
+        yield from zip(*(t.split(size) for t in tensors), strict=True)
 
 
 def ours(
@@ -125,7 +125,8 @@ def ours(
 
 def compacted(shard: Shard, case: str, states: States) -> Turn:
     dtype, factor = CASES[case]
-    kernel, state = QuantizedKernel(AdamW([torch.zeros(64)], **ADAMW, fused=True), states), {}
+    kernel = QuantizedKernel(AdamW([torch.zeros(64)], **ADAMW, fused=True), states)
+    state: dict[str, Any] = {}
     narrow = dtype == torch.bfloat16
     return lambda: kernel.step(
         shard.master, shard.narrow if narrow else shard.gradient, state, factor, shard.out if narrow else None

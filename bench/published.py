@@ -62,7 +62,7 @@ def gpt(
     return transformers.GPT2LMHeadModel(config)
 
 
-LLAMA: dict[str, dict[str, int]] = {
+LLAMA: dict[str, dict[str, Any]] = {
     "1B": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -84,7 +84,7 @@ LLAMA: dict[str, dict[str, int]] = {
 }
 
 
-def llama(size: str) -> nn.Module:
+def llama(size: str) -> Any:
     """Llama 3."""
     import transformers
 
@@ -339,7 +339,7 @@ def config_of(row: Row, micro: int, virtual: int) -> Config:
 def best(row: Row, keep: Path | None) -> Prediction | None:
     """Return the fastest prediction that fits in 94% of the memory, or else the smallest; None if the engine
     refuses all, with the reason printed."""
-    found = []
+    found: list[Prediction] = []
     for micro, virtual in product(row.micro, row.virtual):
         try:
             found += predictions(replace(row, micro=(micro,), virtual=(virtual,)), keep)

@@ -47,7 +47,7 @@ def turn(seconds: float, loss: float = 5.0) -> list[dict[str, Any]]:
 def system(
     turns: dict[str, list[dict[str, Any]]], losses: tuple[float, float] = (6.0, 5.5)
 ) -> dict[str, Any]:
-    checked = {"losses": list(losses), "norms": [1.0, 1.0], "collectives": {"allreduce": 3}}
+    checked: dict[str, Any] = {"losses": list(losses), "norms": [1.0, 1.0], "collectives": {"allreduce": 3}}
     checked |= {"collective_bytes": {"allreduce": 2**21}, "live_bytes": 2**20, "rss": 2**20}
     return {"turns": turns, "checked": [checked, checked], "rss_imported": 100 * 2**20}
 
@@ -199,7 +199,7 @@ def test_the_measured_bubble_of_a_simulated_step_is_the_simulated_one(name: Name
 
 def test_the_bubbles_of_a_step_by_hand() -> None:
     """Two ranks, from 0 to 23 without the update; 10 of it are computed on the first, 9 on the second."""
-    first = [
+    first: list[tuple[Any, ...]] = [
         ("F", 0, 0, 2, 0),
         ("SA", 0, 2, 2.5, 0),
         ("F", 1, 2.5, 4.5, 0),
@@ -210,7 +210,7 @@ def test_the_bubbles_of_a_step_by_hand() -> None:
         ("B", 1, 15, 23, 4),
         ("U", None, 23, 40, 0),
     ]
-    second = [
+    second: list[tuple[Any, ...]] = [
         ("RA", 0, 1, 1, 0),
         ("RA", 1, 1, 1, 0),
         ("F", 0, 1, 5, 3),

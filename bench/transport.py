@@ -131,32 +131,38 @@ def _turns(
     from mpi4py import MPI
 
     n, rank = comm.size, comm.rank
-    turns: dict[str, Callable[[], object]] = {}
     mine, other = torch.ones(numbers), torch.empty(numbers)
-    for name, axis in axes.items():
+
+    def of_axis(axis: Any) -> Callable[[], object]:
         full = axis.empty(numbers, torch.float32, torch.device("cpu")).fill_(1)
         part = axis.empty(numbers // n, torch.float32, torch.device("cpu")).fill_(rank)
-        turns[name] = {
-            "all-gather": lambda a=axis, f=full, p=part: a.all_gather(f, p).settle(),
-            "reduce-scatter": lambda a=axis, f=full, p=part: a.reduce_scatter(p, f).settle(),
-            "all-reduce": lambda a=axis, f=full: a.all_reduce(f).settle(),
-            "all-to-all": lambda a=axis, f=full: a.all_to_all(other, f).settle(),
-            "message": lambda a=axis: _message(a, mine, other),
+        return {
+            "all-gather": lambda: axis.all_gather(full, part).settle(),
+            "reduce-scatter": lambda: axis.reduce_scatter(part, full).settle(),
+            "all-reduce": lambda: axis.all_reduce(full).settle(),
+            "all-to-all": lambda: axis.all_to_all(other, full).settle(),
+            "message": lambda: _message(axis, mine, other),
         }[operation]
+
+    turns = {name: of_axis(axis) for name, axis in axes.items()}
     full, part = torch.ones(numbers), torch.ones(numbers // n)
-    for name, group in groups.items():
-        scatter = (
-            (lambda: dist.all_reduce(full, group=groups["torch over gloo"]))
-            if "gloo" in name
-            else lambda g=group: dist.reduce_scatter_single(part, full, group=g)
-        )
-        turns[name] = {
-            "all-gather": lambda g=group: dist.all_gather_single(full, part, group=g),
-            "reduce-scatter": scatter,
-            "all-reduce": lambda g=group: dist.all_reduce(full, group=g),
-            "all-to-all": lambda g=group: dist.all_to_all_single(torch.empty_like(full), full, group=g),
-            "message": lambda g=group: _torch_message(g, full, n, rank),
+
+    def of_group(name: str, group: Any) -> Callable[[], object]:
+        def all_reduce() -> None:
+            dist.all_reduce(full, group=group)
+
+        def reduce_scatter() -> None:
+            dist.reduce_scatter_single(part, full, group=group)
+
+        return {
+            "all-gather": lambda: dist.all_gather_single(full, part, group=group),
+            "reduce-scatter": all_reduce if "gloo" in name else reduce_scatter,
+            "all-reduce": all_reduce,
+            "all-to-all": lambda: dist.all_to_all_single(torch.empty_like(full), full, group=group),
+            "message": lambda: _torch_message(group, full, n, rank),
         }[operation]
+
+    turns |= {name: of_group(name, group) for name, group in groups.items()}
     whole, shard, received = full.numpy(), part.numpy(), torch.empty(numbers)
 
     def exchanged() -> None:
@@ -188,7 +194,7 @@ def _torch_message(group: Any, sent: Any, size: int, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    sending = dist.isend(sent, group=group, group_dst=(rank + 1) % size)
+    sending: Any = dist.isend(sent, group=group, group_dst=(rank + 1) % size)
     dist.recv(torch.empty_like(sent), group=group, group_src=(rank - 1) % size)
     sending.wait()
 

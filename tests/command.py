@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import polyreme.errors
 from examples import ALL
+from polyreme import errors
 from warm import NAME, WarmPython
 
-SOURCE = str(Path(polyreme.errors.__file__).parents[1])
+SOURCE = str(Path(errors.__file__).parents[1])
 RANK_VARIABLES = (
     "POLYREME_LAUNCHED",
     "RANK",

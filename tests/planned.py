@@ -98,6 +98,7 @@ def bert() -> nn.Module:
 def t5() -> nn.Module:
     import transformers
 
+    of_all: dict[str, Any] = {"decoder_start_token_id": 0}  # every config of transformers takes it
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(
             vocab_size=VOCABULARY,
@@ -107,7 +108,7 @@ def t5() -> nn.Module:
             num_layers=2,
             num_decoder_layers=2,
             num_heads=4,
-            decoder_start_token_id=0,
+            **of_all,
         )
     )
 

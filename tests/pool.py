@@ -310,6 +310,6 @@ def _tidy() -> None:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
     for listener in listeners():  # of engines that something of the job still holds
-        listener.close()  # type: ignore[attr-defined]
+        listener.close()
     gc.collect()
     gc.freeze()  # what is left are imported modules; not to visit them again makes the next collection quick

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from polyreme.layout.intervals import Interval, overlap
 from polyreme.layout.region import MASTER
 from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import StateExtent
+from polyreme.pipeline import executor
 from polyreme.pipeline.schedule import Action
 from polyreme.placement import settings
 from polyreme.step.state.engine_state import payload
@@ -30,7 +32,7 @@ from polyreme.zero.sharded_optimizer import ShardedOptimizer
 # ---- buckets, and what is in them
 
 
-def units(engine: Engine) -> list[list[Bucket]]:
+def units(engine: Engine) -> list[Sequence[Bucket]]:
     """The buckets that are gathered together: the root's, then those of each block."""
     placement = engine._training.placement
     return [unit.buckets for unit in (placement.root, *placement.units)]
@@ -41,7 +43,7 @@ def buckets(engine: Engine) -> list[Bucket]:
     return [bucket for unit in units(engine) for bucket in unit]
 
 
-def trainable(engine: Engine) -> list[Bucket]:
+def trainable(engine: Engine) -> Sequence[Bucket]:
     """The buckets whose parameters are trained, in the order of registration."""
     return engine._training.placement.trainable
 
@@ -122,6 +124,14 @@ def replace_row(engine: Engine, change: Callable[[Sequence[Action]], Any]) -> An
     made = change(engine._training.pipeline.row)
     object.__setattr__(engine._training.pipeline, "row", made)  # which is frozen
     return made
+
+
+@contextmanager
+def at_waits(call: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Have `call` called at every wait of a row of actions for messages, with the function that waits."""
+    wait = executor.Row._wait
+    with patch.object(executor.Row, "_wait", lambda *given: call(partial(wait, *given))):
+        yield
 
 
 def stages(engine: Engine) -> dict[int, tuple[int, bool]]:

@@ -155,7 +155,7 @@ def _python(
         os.close(descriptor)
     os.chdir(folder)
     if ranks:
-        local.Popen = WarmRank  # type: ignore[assignment, misc, attr-defined]
+        local.Popen = WarmRank  # type: ignore[assignment, misc]
     gc.freeze()  # never to visit what is imported makes each collection quick
     option, what, *sys.argv[1:] = words
     if option == "-m":
@@ -195,7 +195,7 @@ def _live(main: Callable[[], object], variables: Mapping[str, str]) -> NoReturn:
         if not isinstance(status, int):
             print(status, file=sys.stderr)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

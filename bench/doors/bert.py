@@ -1,5 +1,7 @@
 """BERT for the classification of sequences, with its dropout."""
 
+from typing import Any
+
 import deepspeed
 import torch
 from meter import STEPS, Meter
@@ -10,10 +12,11 @@ MICRO, LENGTH, VOCABULARY = 8, 64, 1000
 
 def main() -> None:
     torch.manual_seed(0)
+    of_all: dict[str, Any] = {"num_labels": 3}  # every config of transformers takes it
     model = BertForSequenceClassification(
         BertConfig(
             vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-            intermediate_size=512, max_position_embeddings=LENGTH, num_labels=3,
+            intermediate_size=512, max_position_embeddings=LENGTH, **of_all,
         )
     )  # fmt: skip
     config = {

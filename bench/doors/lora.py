@@ -1,5 +1,7 @@
 """Adapters on a frozen Llama, by peft."""
 
+from typing import Any
+
 import deepspeed
 import torch
 from meter import STEPS, Meter
@@ -11,7 +13,7 @@ MICRO, LENGTH, VOCABULARY = 4, 128, 1024
 
 def main() -> None:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
+    model: Any = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=192, num_hidden_layers=4, num_attention_heads=6,
             intermediate_size=512, max_position_embeddings=LENGTH,

@@ -1,5 +1,7 @@
 """Layers of a PipelineModule over two stages."""
 
+from collections.abc import Iterator
+
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -18,7 +20,7 @@ class Block(nn.Module):
         return x + torch.relu(self.linear(x))
 
 
-def batches():
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(1)
     while True:
         x = torch.randn(MICRO, WIDTH, generator=draw)

@@ -1,5 +1,7 @@
 """Saves a checkpoint in the middle, and goes on from it with a new engine."""
 
+from typing import Any
+
 import deepspeed
 import torch
 from meter import STEPS, Meter
@@ -16,7 +18,7 @@ CONFIG = {
 }
 
 
-def start(seed: int):
+def start(seed: int) -> Any:
     torch.manual_seed(seed)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)), nn.Linear(WIDTH, 10)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -20,7 +21,7 @@ class Told(TrainerCallback):
     def __init__(self) -> None:
         self.meter = Meter()
 
-    def on_log(self, args, state, control, logs=None, **_) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "loss" in logs:
             self.meter.step(logs["loss"])
 

@@ -27,7 +27,7 @@ def build(model: Any, job: Job) -> Callable[[Batch], Outcome]:
     ]
     module = PipelineModule(stages, num_stages=job.world, loss_fn=loss_of(model), partition_method="uniform")
     for parameter in module.parameters():
-        parameter.model_parallel = True  # type: ignore[attr-defined]
+        parameter.model_parallel = True
     config = {
         "train_batch_size": samples,
         "train_micro_batch_size_per_gpu": samples // job.microbatches,

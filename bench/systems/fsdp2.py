@@ -35,7 +35,7 @@ def initialize(
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=home)
     # by default torch keeps the root gathered until backward
-    root = {} if reshard else {"reshard_after_forward": False}
+    root: dict[str, Any] = {} if reshard else {"reshard_after_forward": False}
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=home, **root)
     return torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 

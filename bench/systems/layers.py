@@ -45,7 +45,7 @@ def divide_by_dtensor(blocks: Sequence[nn.Module], world: int) -> None:
             **{name: ColwiseParallel() for name in COLUMNS},
             **{name: RowwiseParallel() for name in ROWS},
         }
-        parallelize_module(block, mesh, styles)  # type: ignore[arg-type]
+        parallelize_module(block, mesh, styles)
 
 
 def build(model: Any, job: Job, *, by: str | None = None, **options: bool) -> Callable[[Batch], Outcome]:

@@ -27,7 +27,9 @@ class Stage(nn.Module):
         self.embedding = model.model.embed_tokens if index == 0 else None
         self.rotary = model.model.rotary_emb
         self.blocks = nn.ModuleList(model.model.layers[start : start + cut[index]])
-        self.norm, self.head = (model.model.norm, model.lm_head) if index == stages - 1 else (None, None)
+        last = index == stages - 1
+        self.norm: Any = model.model.norm if last else None
+        self.head: Any = model.lm_head if last else None
 
     def forward(self, given: Tensor) -> Tensor:
         hidden = given if self.embedding is None else self.embedding(given)

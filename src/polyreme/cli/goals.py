@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-_MEASURED, _GOAL, _WRITTEN = "What is measured", "What is best: the fastest, unless", "What is written"
+_MEASURED, _GOAL, _WRITTEN = (
+    dict[str, Any](rich_help_panel=title, show_default=False)
+    for title in ("What is measured", "What is best: the fastest, unless", "What is written")
+)
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Goals:
     measure: Annotated[
         Path | None,
         typer.Option(
-            "--measure", metavar="FILE", rich_help_panel=_MEASURED, show_default=False,
+            "--measure", metavar="FILE", **_MEASURED,
             help="Measure this machine with -n ranks, or those of all ranks that were started, and describe "
             "it in a new FILE, which stands for --cluster.",
         ),
@@ -26,27 +29,25 @@ class Goals:
     measure_top: Annotated[
         int | None,
         typer.Option(
-            "--measure-top", metavar="K", min=1, rich_help_panel=_MEASURED, show_default=False,
+            "--measure-top", metavar="K", min=1, **_MEASURED,
             help="Run a few steps of the best K layouts on this machine.",
         ),
     ] = None  # fmt: skip
     cheapest: Annotated[
         bool,
-        typer.Option(
-            "--cheapest", rich_help_panel=_GOAL, help="Choose the number of ranks up to -n that costs least."
-        ),
+        typer.Option("--cheapest", **_GOAL, help="Choose the number of ranks up to -n that costs least."),
     ] = False
     deadline: Annotated[
         float | None,
         typer.Option(
-            "--deadline", metavar="HOURS", min=0, rich_help_panel=_GOAL, show_default=False,
+            "--deadline", metavar="HOURS", min=0, **_GOAL,
             help="With --cheapest: the whole job takes no longer.",
         ),
     ] = None  # fmt: skip
     tokens: Annotated[
         float | None,
         typer.Option(
-            "--tokens", metavar="N", min=1, rich_help_panel=_GOAL, show_default="those of train.length",
+            "--tokens", metavar="N", min=1, **_GOAL | {"show_default": "those of train.length"},
             help="With --cheapest: the tokens of the whole job, such as 1e12.",
         ),
     ] = None  # fmt: skip
@@ -54,24 +55,20 @@ class Goals:
     write: Annotated[
         Path | None,
         typer.Option(
-            "--write", metavar="FILE", rich_help_panel=_WRITTEN, show_default=False,
+            "--write", metavar="FILE", **_WRITTEN,
             help="The config with what was chosen; never over another file.",
         ),
     ] = None  # fmt: skip
     html: Annotated[
         Path | None,
-        typer.Option(
-            "--html", metavar="FILE", rich_help_panel=_WRITTEN, show_default=False,
-            help="The plan as one page for a browser.",
-        ),
-    ] = None  # fmt: skip
+        typer.Option("--html", metavar="FILE", **_WRITTEN, help="The plan as one page for a browser."),
+    ] = None
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", rich_help_panel=_WRITTEN, show_default=False,
-            help="The simulated step as a trace for Perfetto, in JSON.",
+            "--trace", metavar="FILE", **_WRITTEN, help="The simulated step as a trace for Perfetto, in JSON."
         ),
-    ] = None  # fmt: skip
+    ] = None
 
     def check(self) -> None:
         """Raise a usage error for options that do nothing together."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 from unittest.mock import patch
 
 import torch
@@ -22,6 +22,8 @@ aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
 FLASH_WIDTH = 256
 """The widest head that flash attention takes on a GPU."""
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, float | None, bool]
+"""Those of `torch.nn.functional.scaled_dot_product_attention`, in its order."""
 
 
 @contextmanager
@@ -29,9 +31,19 @@ def attention_of(computes_on: str) -> Iterator[None]:
     """Context in which attention on meta tensors is that of a device of type `computes_on`."""
     own, attend = F.scaled_dot_product_attention, _on_cpu if computes_on == "cpu" else _on_gpu
 
-    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = attend(query, *args, **kwargs) if query.is_meta else None
-        return own(query, *args, **kwargs) if found is None else found
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        plain = (query, key, value, attn_mask, dropout_p, is_causal)
+        found = attend((*plain, scale, enable_gqa)) if query.is_meta else None
+        return own(*plain, scale=scale, enable_gqa=enable_gqa) if found is None else found
 
     # not a mode for torch's functions, which has no part in a recomputation
     with (
@@ -41,65 +53,44 @@ def attention_of(computes_on: str) -> Iterator[None]:
         yield
 
 
-def _on_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
+def _on_cpu(given: Arguments) -> Tensor | None:
     """Return the result of flash attention; None where the CPU multiplies whole matrices."""
-    learned = attn_mask is not None and attn_mask.requires_grad
+    query, key, value, mask, dropout, is_causal, scale, grouped = given
     if (
-        dropout_p > 0
-        or learned
+        dropout > 0
+        or (mask is not None and mask.requires_grad)
         or not _fits(query, key, value)
-        or (not enable_gqa and query.shape[1] != key.shape[1])
+        or (not grouped and query.shape[1] != key.shape[1])
     ):
         return None
-    mask = None if attn_mask is None else _added(attn_mask, query.dtype)
-    result = aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
-    )
-    return cast(Tensor, result[0])
+    mask = None if mask is None else _added(mask, query.dtype)
+    return cast(Tensor, aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout, is_causal, attn_mask=mask, scale=scale
+    )[0])  # fmt: skip
 
 
-def _on_gpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor | None:
+def _on_gpu(given: Arguments) -> Tensor | None:
     """Return the result of flash attention, in half precision without a mask, or of memory-efficient
     attention; None where a GPU multiplies whole matrices."""
+    query, key, value, mask, dropout, is_causal, scale, grouped = given
     if not _fits(query, key, value):
         return None
     width = query.shape[-1]
-    if attn_mask is None and query.dtype in HALVES and width <= FLASH_WIDTH:
+    if mask is None and query.dtype in HALVES and width <= FLASH_WIDTH:
         if width % 8:  # torch pads heads, and cuts what it added off again
             query, key, value = (F.pad(each, [0, 8 - width % 8]) for each in (query, key, value))
             scale = 1 / math.sqrt(width) if scale is None else scale
         found: Tensor = aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
+            query, key, value, dropout, is_causal, False, scale=scale
         )[0]
         return found[..., :width] if width % 8 else found
-    if enable_gqa and query.shape[1] != key.shape[1]:
+    if grouped and query.shape[1] != key.shape[1]:
         return None
-    mask = None if attn_mask is None else _added(attn_mask, query.dtype)
     if mask is not None:
-        mask = mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
+        mask = _added(mask, query.dtype).expand(*query.shape[:2], query.shape[2], key.shape[2])
     keeps = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    result = aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
-    )
-    return cast(Tensor, result[0])
+    attend = aten._scaled_dot_product_efficient_attention
+    return cast(Tensor, attend(query, key, value, mask, keeps, dropout, is_causal, scale=scale)[0])
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:

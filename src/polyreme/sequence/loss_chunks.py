@@ -191,17 +191,22 @@ def _index(logits: ChunkedLogits, index: Any) -> Any:
     return ChunkedLogits.of(logits.hidden[index], logits.head, logits.operations)
 
 
-def _reshape(logits: ChunkedLogits, *shape: Any) -> Any:
-    """Reshape, where the vocabulary stays the last dimension."""
-    if len(shape) == 1 and isinstance(shape[0], Sequence):
-        shape = tuple(shape[0])
-    sizes = logits.sizes
+def reshaped(sizes: torch.Size, shape: tuple[Any, ...]) -> list[int] | None:
+    """Return the sizes that logits of `sizes` have after `view` or `reshape` with the arguments `shape`; None
+    where the vocabulary does not stay the last dimension."""
+    shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    if not shape or not all(isinstance(size, int) for size in shape):
+        return None
     known = math.prod(size for size in shape if size != -1)
     resolved = [sizes.numel() // known if size == -1 and known else size for size in shape]
-    if resolved[-1] != sizes[-1] or math.prod(resolved) != sizes.numel():
+    return resolved if resolved[-1] == sizes[-1] and math.prod(resolved) == sizes.numel() else None
+
+
+def _reshape(logits: ChunkedLogits, *shape: Any) -> Any:
+    if (sizes := reshaped(logits.sizes, shape)) is None:
         return NotImplemented
-    hidden = logits.hidden.reshape(*resolved[:-1], logits.hidden.shape[-1])
-    return ChunkedLogits.of(hidden, logits.head, logits.operations)
+    sizes[-1] = logits.hidden.shape[-1]
+    return ChunkedLogits.of(logits.hidden.reshape(sizes), logits.head, logits.operations)
 
 
 def _flatten(logits: ChunkedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:

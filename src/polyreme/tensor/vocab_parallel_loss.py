@@ -11,8 +11,7 @@ Communication: two numbers per token all-gathered in forward, none in backward.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.utils import _pytree as pytree
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import VERIFY, ModelError
 from polyreme.layout.bucket_layout import Cut
+from polyreme.sequence.loss_chunks import reshaped
 from polyreme.tensor import ops
 from polyreme.tensor.states import LOCAL, WHOLE, Passes, State
 
@@ -213,18 +213,10 @@ def _reshape(func: Callable[..., Any]) -> Callable[..., Any]:
     """Reshape the shard, where the vocabulary stays the last dimension."""
 
     def local(logits: VocabParallelLogits, *shape: Any) -> Any:
-        if len(shape) == 1 and not isinstance(shape[0], int):
-            shape = tuple(shape[0]) if isinstance(shape[0], Sequence) else ()
-        if not shape or not all(isinstance(size, int) for size in shape):
+        if (sizes := reshaped(logits.sizes, shape)) is None:
             return NotImplemented
-        count = logits.sizes.numel()
-        known = math.prod(size for size in shape if size != -1)
-        resolved = [count // known if size == -1 and known else size for size in shape]
-        if resolved[-1] != logits.vocabulary or math.prod(resolved) != count:
-            return NotImplemented
-        return VocabParallelLogits.of(
-            func(logits.shard, (*resolved[:-1], logits.shard.shape[-1])), logits.axis, logits.cut
-        )
+        shard = func(logits.shard, (*sizes[:-1], logits.shard.shape[-1]))
+        return VocabParallelLogits.of(shard, logits.axis, logits.cut)
 
     return local
 
