@@ -60,7 +60,7 @@ def trainer(folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
     """A run, the whole of it again from its checkpoint in the middle, and what was saved of it."""
     world = int(os.environ["WORLD_SIZE"])
     mesh = (config or {}).get("mesh", {})
-    ranks = world // (mesh.get("tp", 1) * mesh.get("pp", 1))
+    ranks = world // (mesh.get("tp", 1) * mesh.get("pp", 1) * mesh.get("cp", 1))
 
     def made() -> Trainer:
         data = {"train_dataset": rows(28), "eval_dataset": rows(8, seed=1)}
@@ -124,6 +124,7 @@ CASES: dict[str, tuple[Any, dict[str, Any] | None]] = {
     "zero3": (trainer, {"zero": {"stage": 3}}),
     "tp": (trainer, {"mesh": {"tp": 2}}),
     "pp": (trainer, {"mesh": {"pp": 2}}),
+    "cp": (trainer, {"mesh": {"cp": 2}}),
     "loop": (loop, None),
     "loop3": (loop, {**LOOP, "zero": {"stage": 3}}),
 }

@@ -149,3 +149,5 @@ def test_what_a_door_cannot_divide_is_refused_at_once(tmp_path: Path) -> None:
         PolyremeTrainer(tiny("llama")(), args, polyreme={"mesh": {"cp": "auto"}})
     with pytest.raises(PolyremeError, match=r"sequence_parallel_size = 2: scripts cut .*\n.*mesh\.cp"):
         translate({"train_batch_size": 2, "sequence_parallel_size": 2}, 2)
+    with pytest.raises(PolyremeError, match=r"mesh = .*no such key\n.*give it to polyreme\.initialize"):
+        translate({"train_batch_size": 2, "mesh": {"cp": 2}}, 2)

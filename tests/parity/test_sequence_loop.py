@@ -198,6 +198,8 @@ def seen(rank: int, world: int) -> None:
         for name in ("use_cache", "output_attentions"):
             with pytest.raises(BatchError, match=f"{name} would be of the keys of whole sequences"):
                 engine(**batch, **{name: True})
+        with pytest.raises(BatchError, match="logits_to_keep = 1 would be of this rank's part"):
+            engine(**ids, logits_to_keep=1)
         for call in (lambda: engine(batch["input_ids"]), lambda: engine(batch["input_ids"], labels=None)):
             with pytest.raises(BatchError, match=r"cannot be cut over mesh\.cp"):
                 call()

@@ -545,6 +545,7 @@ def test_an_attention_that_sees_the_whole_sequence_is_an_error() -> None:
             "attention_mask of [2, 1, 13, 13]",
         ),
         (lambda batch: {**batch, "labels": torch.zeros(2).long()}, "labels of [2]"),
+        (lambda batch: {**batch, "labels": batch["labels"].tolist()}, "labels of list"),
         (lambda batch: {**batch, "position_ids": torch.arange(-5, 8).expand(2, 13)}, "position_ids have -5"),
         (lambda batch: {name: value[:, :0] for name, value in batch.items()}, "a token or more"),
         (lambda batch: tuple(batch.values()), "a batch that is a tuple"),

@@ -19,7 +19,7 @@ from polyreme import Config
 from polyreme.errors import ConfigError
 from polyreme.integrations.shared import completed, data_rank
 
-CASES = ("trainer", "zero2", "zero3", "tp", "pp", "loop", "loop3")
+CASES = ("trainer", "zero2", "zero3", "tp", "pp", "cp", "loop", "loop3")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @whole
-@pytest.mark.parametrize("case", ["zero2", "zero3", "tp", "pp"])
+@pytest.mark.parametrize("case", ["zero2", "zero3", "tp", "pp", "cp"])
 def test_trainer(facts: Any, case: str) -> None:
     same(facts[case], facts["trainer"], 2e-6)
 

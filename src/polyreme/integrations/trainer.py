@@ -156,7 +156,8 @@ class PolyremeTrainer(Trainer):
         """Keep what tells documents, too, which the engine reads, and the model does not take."""
         super()._set_signature_columns_if_needed()
         if self._config.computes_attention:
-            self._signature_columns = [*dict.fromkeys([*(self._signature_columns or ()), *DROPPED])]
+            columns: Any = self._signature_columns
+            columns += [name for name in DROPPED if name not in columns]
 
     def get_tp_size(self) -> int:
         """Return the number of ranks with the same data."""

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from polyreme.errors import BatchError
 from polyreme.models.huggingface import IGNORED_LABEL
-from polyreme.sequence.documents import Documents
+from polyreme.sequence.documents import Documents, shape_of
 from polyreme.sequence.layout import Layout
 
 LABELS = ("labels", "shift_labels")
@@ -45,9 +45,9 @@ def shifted(batch: Mapping[str, Any], found: Documents, shifts: bool) -> dict[st
     if labels is None and given is None:
         return {**batch}
     for name in LABELS:
-        if batch.get(name) is not None and batch[name].shape != found.of.shape:
+        if batch.get(name) is not None and (shape := shape_of(batch[name])) != [*found.of.shape]:
             raise BatchError(
-                f"{name} of {list(batch[name].shape)} are not one for each of the {list(found.of.shape)} "
+                f"{name} of {shape} are not one for each of the {list(found.of.shape)} "
                 "tokens, as mesh.cp needs to cut them: set mesh.cp = 1"
             )
     if not shifts:

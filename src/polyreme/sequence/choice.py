@@ -52,11 +52,13 @@ def choose(
     given = section.method
     ways: dict[Method, tuple[int, int]] = {"ring": (1, cp), "ulysses": (cp, 1), "mix": (local, cp // local)}
     if isinstance(given, Mapping):
-        given, ways["mix"] = "mix", (given.get("ulysses", 1), given.get("ring", 1))
+        ways["mix"] = given.get("ulysses", 1), given.get("ring", 1)
     elif not 1 < local < cp:
         del ways["mix"]
     sent = {name: times_sent(heads, shared, *way, local) for name, way in ways.items() if heads % way[0] == 0}
-    best: Method = min(sent, key=lambda name: sent[name]) if given == "auto" else given
+    best: Method = "mix"
+    if not isinstance(given, Mapping):
+        best = min(sent, key=lambda name: sent[name]) if given == "auto" else given
     why = ["context.method says so"] * (given != "auto")
     if best in sent:
         where, at = (f" between hosts with {local} of the ranks each", 0) if local < cp else ("", 1)

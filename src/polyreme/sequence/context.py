@@ -209,6 +209,11 @@ class ContextParallel:
         inside. Raises BatchError for a batch that cannot be cut, or that asks for more than a part has."""
         self.at(None)
         part = self.cut(batch, 0)
+        if self._sharing.ranks.size > 1 and part.get("logits_to_keep"):
+            raise BatchError(
+                f"logits_to_keep = {part['logits_to_keep']} would be of this rank's part of each sequence: "
+                "leave it out, and take what you need of logits, or set mesh.cp = 1"
+            )
         if asked := [name for name in OF_KEYS if part.get(name)]:
             raise BatchError(
                 f"{named(asked)} would be of the keys of whole sequences, which are divided here (mesh.cp > "
@@ -238,7 +243,8 @@ class ContextParallel:
         if self._at is None:
             raise ModelError(
                 f"{what} was called outside of train_step, eval_step and engine(...), which cut sequences "
-                "over mesh.cp: use these, or load a checkpoint of the model with mesh.cp = 1"
+                "over mesh.cp: use these, enable gradient checkpointing before initialize, or load a "
+                "checkpoint of the model with mesh.cp = 1"
             )
         return self._layouts[self._at]
 

@@ -84,6 +84,11 @@ def _begins_of_images(given: Tensor, begins: Tensor, seen: Tensor) -> Tensor:
     return begins | ((given.detach().cpu() == 0).all(0) & seen)
 
 
+def shape_of(value: object) -> list[int] | str:
+    """Return the shape of a tensor, or the type of anything else."""
+    return [*value.shape] if isinstance(value, Tensor) else type(value).__name__
+
+
 def places(of: Tensor) -> Tensor:
     """Return the place of each token in its document."""
     index = torch.arange(of.shape[1]).expand(of.shape)
@@ -136,26 +141,24 @@ def _seen(batch: Mapping[str, Any], samples: int, length: int) -> Tensor:
     mask = batch.get("attention_mask")
     if mask is None:
         return torch.ones(samples, length, dtype=torch.bool)
-    if not isinstance(mask, Tensor) or mask.shape != (samples, length):
-        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    if (shape := shape_of(mask)) != [samples, length]:
         raise BatchError(
             f"attention_mask of {shape} cannot be cut over mesh.cp, which takes one of {[samples, length]} "
             "that marks padding: say by document_ids which tokens see each other, or set mesh.cp = 1"
         )
-    return mask.detach().cpu().bool()
+    return cast("Tensor", mask).detach().cpu().bool()
 
 
 def _rows(batch: Mapping[str, Any], name: str, samples: int, length: int) -> Tensor | None:
     """Return a number for each token, from a tensor of as many, or of one row for all samples."""
     if (given := batch.get(name)) is None:
         return None
-    if not isinstance(given, Tensor) or given.shape not in ((samples, length), (1, length)):
-        shape = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+    if (shape := shape_of(given)) not in ([samples, length], [1, length]):
         raise BatchError(
             f"{name} of {shape} cannot be cut over mesh.cp: give a tensor of {[samples, length]}, a number "
             "for each token, or set mesh.cp = 1"
         )
-    return given.detach().cpu().long().expand(samples, length)
+    return cast("Tensor", given).detach().cpu().long().expand(samples, length)
 
 
 def _refuse_jumps(positions: Tensor, begins: Tensor, seen: Tensor) -> None:

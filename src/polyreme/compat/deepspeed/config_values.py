@@ -18,6 +18,7 @@ from typing import Any
 from polyreme.compat.deepspeed import hjson
 from polyreme.compat.deepspeed.config_keys import KEYS, NAMES, OLD_SECTIONS, TABLES, Key, find, in_words
 from polyreme.config.loading import check_bounds, distinct, members, text_of, working_folder
+from polyreme.config.schema import SECTIONS
 from polyreme.errors import ConfigError, Problem
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -229,6 +230,9 @@ KINDS: dict[str, tuple[Any, Any]] = {
 def _unknown(path: str, value: object) -> Problem:
     """Return the problem of a key that DeepSpeed has not, with the key that it is likely to stand for."""
     above, _, name = path.rpartition(".")
+    if path in SECTIONS:
+        fix = "it is Polyreme's own: give it to polyreme.initialize, PolyremeTrainer or Accelerate's loop"
+        return Problem(path, value, "DeepSpeed 0.19.8 has no such key", fix)
 
     def likeness(known: str) -> float:
         there, _, its_name = known.rpartition(".")
