@@ -40,7 +40,7 @@ from polyreme.placement.refresh import refuse_own_shapes
 from polyreme.step.batch.batches import BatchComparison, micro_batches
 from polyreme.step.batch.loaders import Loaders
 from polyreme.step.engine_context import EngineContext
-from polyreme.step.loss.objective import LossFn, refuse_no_function
+from polyreme.step.loss.objective import LossFn
 from polyreme.step.memory import report
 from polyreme.step.memory.activations import Activations
 from polyreme.step.memory.out_of_memory import explains_out_of_memory
@@ -97,7 +97,6 @@ class Engine(ModuleFace):
             (keep_freed_memory if config.memory.all_on_device else give_freed_memory_back)()
         if isinstance(model, nn.Module):
             refuse_owned(model)
-        refuse_no_function(loss_fn)
         WARNS.set(mesh.rank == 0)
         randomness, outside = Randomness(config.seed, mesh), rng_states(mesh.device)
         self.module, recording, weights = opened(model, config, mesh)
@@ -118,7 +117,7 @@ class Engine(ModuleFace):
         settings = placement_settings(config, mesh.device)
         built = build(self.module, recording, made, blocks, pipeline, settings, mesh, weights=weights is None)
         lighten(self.module, built.blocks, config, mesh, self.patches)
-        alike, called = self._normalised(), objective(self.module, loss_fn, made, config, mesh)
+        alike, called = self._normalised(), objective(self.module, _checked(loss_fn), made, config, mesh)
         activations = Activations(
             config.memory, config.compile, mesh.device, self.patches, mesh.computes_on == "cpu"
         )
@@ -599,3 +598,13 @@ def _refuse_closed(module: nn.Module, *_: object) -> None:
         f"{type(module).__name__} was called, of which this rank has a part (mesh.tp > 1), and its engine "
         "is closed: build the model anew, and load what engine.save wrote"
     )
+
+
+def _checked(loss_fn: LossFn | None) -> LossFn | None:
+    """Return a loss_fn. Raises ModelError for one that cannot be called, and for a class."""
+    if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
+        raise ModelError(
+            f"loss_fn is {loss_fn!r:.80}: give a function of (output, target) that returns a mean loss, "
+            "such as torch.nn.functional.cross_entropy, or an object like torch.nn.MSELoss()"
+        )
+    return loss_fn

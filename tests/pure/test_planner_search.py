@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples import ALL
+from examples import ALL, always
 from polyreme.config import SEARCHED, Config
 from polyreme.errors import ConfigError, Problem
 from polyreme.pipeline.schedule import NAMES, Name, build, halves, stage_ranks
@@ -64,7 +64,7 @@ def judge(config: Config, blocks: int = BLOCKS) -> Cost:
     return Cost(int(size), int(host), f"tp {axes['tp']}", seconds, FLOPS)
 
 
-@settings(max_examples=25 if ALL in os.environ else 6, deadline=None)
+@settings(max_examples=25 if ALL in os.environ else 4, deadline=None)
 @given(st.integers(0, 3), st.floats(2e8, 3e10), st.booleans(), st.integers(1, 8), st.booleans())
 def test_it_finds_the_best_of_all(power: int, memory: float, host: bool, blocks: int, compiled: bool) -> None:
     """Among them all schedules that the engine has, with any number of stages."""
@@ -137,7 +137,7 @@ def test_what_is_given_stays() -> None:
 
 
 def test_what_does_not_fit_says_what_is_missing() -> None:
-    config = Config.load(OPEN)
+    config = Config.load({**OPEN, "pipeline": {"schedule": "1f1b"}})
     found = search(config, 8, limits(1e8), judge, 4)
     assert (
         not found.best
@@ -175,3 +175,14 @@ def test_auto_is_no_value_before_a_search() -> None:
     chosen = Config.load({"mesh": {"tp": "auto"}, "batch": {"size": 8}}).chosen({"mesh.tp": 2}).resolve(4)
     assert chosen.axes["tp"] == 2 and chosen.origins["mesh.tp"] == "derived"
     assert chosen.resolve(8).axes == {**chosen.axes, "dp": 4}
+
+
+@pytest.mark.parametrize("memory", always([2e8, 5e8, 1e9, 1e10], 1e9))
+def test_few_tries_are_spent_on_what_may_be_the_best(memory: float) -> None:
+    """With a fourth of all layouts, what is found is within 3% of what all of them have."""
+    config = Config.load({**OPEN, "zero": {"stage": 2}, "memory": {"activations": "auto"}})
+    every = [*layouts(config, 8, limits(memory), BLOCKS)]
+    costs = [judge(each.config) for each in every]
+    best = min((each.seconds for each in costs if each.memory <= memory), default=math.inf)
+    found = search(config, 8, limits(memory), judge, BLOCKS, tries=len(every) // 4)
+    assert (found.best[0].seconds if found.best else math.inf) <= 1.03 * best

@@ -40,6 +40,9 @@ VIRTUAL = range(2, 9)
 tried."""
 REPEATED = 4 / 3
 """The operations of a step that computes each forward twice, beside one that does not."""
+SMALLER = 0.1
+"""The part of a step that twice as many micro-batches, half as large, are taken to add, for the order of
+tries."""
 GROWTH = 10
 """How often the number of ranks is doubled to find one that fits."""
 
@@ -101,6 +104,11 @@ class Layout:
             int(memory.params == "device"),
             int(config.schedule != "1f1b"),
         )
+
+    @property
+    def core(self) -> tuple[object, ...]:
+        """All that decides but the schedule."""
+        return *self.config.axes.values(), *self.lean[:-1]
 
     @property
     def frame(self) -> tuple[object, ...]:
@@ -206,6 +214,9 @@ def search(
     failed: list[Judged] = []
     left_out = judged = 0
     leanest, queue, done = _leanest(todo), deque(todo), set[int]()
+    alike: dict[tuple[object, ...], list[Layout]] = {}
+    for layout in todo:
+        alike.setdefault(layout.core, []).append(layout)
     while queue:
         layout = queue.popleft()
         if id(layout) in done:
@@ -221,6 +232,9 @@ def search(
             found = _judged(layout, limits, judge)
             (failed if found.why else fits).append(found)
             fits.sort(key=lambda each: each.seconds)
+            if not found.why:  # next, schedules that wait for less, where that may make it the fastest
+                least = layout.work * fits[0].seconds / found.seconds
+                queue.extendleft(each for each in alike[layout.core] if each.work <= least)
             if found.why and found.cost is not None:  # next, whether any other of these axes fits
                 queue.appendleft(leanest[layout.frame])
     return Found(fits, _nearest(failed), left_out)
@@ -236,13 +250,14 @@ def _leanest(found: Iterable[Layout]) -> dict[tuple[object, ...], Layout]:
 
 
 def _order(layout: Layout) -> tuple[float, ...]:
-    """The least arithmetic first; then few ranks that share a layer or a line, nothing off the device, and
-    large micro-batches."""
+    """Of several schedules 1f1b first, which fits where any other does; nothing off the device; the least
+    arithmetic, and few micro-batches; few ranks that share a layer or a line."""
     mesh, memory = layout.config.mesh, layout.config.memory
     away = (memory.states != "device") + (memory.params != "device")
     return (
+        mesh.pp > 1 and layout.config.schedule != "1f1b",
         away,
-        round(layout.work, 2),
+        round(layout.work * (1 + SMALLER * math.log2(layout.config.accumulation)), 2),
         mesh.tp * mesh.pp * mesh.cp,
         int(layout.config.zero.stage),
         -layout.lean[0],

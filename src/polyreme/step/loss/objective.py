@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyreme.errors import BatchError, ModelError, warn
+from polyreme.errors import BatchError, warn
 from polyreme.models.huggingface import (
     IGNORED_LABEL,
     NUM_ITEMS,
@@ -208,15 +208,6 @@ class Objective:
         takes = self._signature
         inputs = {k: v for k, v in batch.items() if k != "labels" and (takes.any_name or k in takes.names)}
         return {**self.fixed, **inputs}
-
-
-def refuse_no_function(loss_fn: Any) -> None:
-    """Raise ModelError for what is no function of an output and a target, such as a class."""
-    if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
-        raise ModelError(
-            f"loss_fn is {loss_fn!r:.80}: give a function of (output, target) that returns a mean loss, "
-            "such as torch.nn.functional.cross_entropy, or an object like torch.nn.MSELoss()"
-        )
 
 
 def _own_loss(output: Any) -> Any:
