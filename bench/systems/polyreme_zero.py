@@ -60,8 +60,9 @@ def build(
             stage=stage,
             reduce=reduce,
             mesh={"shared_memory": shared_memory},
-            sentinels={"enabled": sentinels},
             memory=homes(job, memory),
+            # An older Polyreme has no such section.
+            **({} if sentinels else {"sentinels": {"enabled": False}}),
         )
     )
 
