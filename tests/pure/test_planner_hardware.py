@@ -79,8 +79,8 @@ def test_a_known_device_needs_no_rates() -> None:
 
 REFUSED: list[tuple[Any, str, str, str]] = [
     ("h1000", "h1000", "no preset of this name", "h100"),
-    (None, "cluster = None", "no preset of this name", "h100"),
-    (["h100"], "cluster = [h100]", "no preset of this name", "cluster.toml"),
+    (None, "cluster = None", "it is a NoneType", "the path of a file"),
+    (["h100"], "[h100]", "it is a list", "the path of a file"),
     ({"base": "tpu"}, "base = tpu", "no preset of this name", "h100"),
     ("none.toml", "none.toml", "no such file", "check the path"),
     ({"devise": RATES}, "devise", "no such key", 'did you mean "device"?'),
