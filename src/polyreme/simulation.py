@@ -44,11 +44,13 @@ def simulated(
     rank: int,
     device: torch.device = META,
     stands_for: torch.device | None = None,
+    per_host: int | None = None,
     **given: Any,
 ) -> Iterator[Engine]:
     """Yield the engine of rank `rank` of the run of `config`, which is resolved, and close it at the end.
     `given`: the arguments of `initialize` beside model and config. stands_for: the device that computes in
-    that run; by default `device`, or a CPU for the meta device.
+    that run; by default `device`, or a CPU for the meta device. per_host: ranks of each host; by default as
+    many as this one has GPUs, or all.
 
     On the meta device the model, which must be a function that builds one, takes no memory and has no
     numbers: a step counts its bytes and calls, its loss is NaN, and its norm 0. Batches are real, as their
@@ -59,7 +61,9 @@ def simulated(
             "the model is a module, but a rank on the meta device has no numbers: give a function that "
             'builds it, such as lambda: Model(config); or device=torch.device("cpu")'
         )
-    mesh = SimulatedMesh.of(config.axes, config.mesh.order, rank, device, stands_for=stands_for)
+    mesh = SimulatedMesh.of(
+        config.axes, config.mesh.order, rank, device, stands_for=stands_for, per_host=per_host
+    )
     with nullcontext() if mesh.has_numbers else WithoutNumbers():
         try:
             with SimulatedEngine(model, config, mesh, **given) as engine:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import models
+from polyreme.cli.inspect import context_choice
 from polyreme.config import Config
 from polyreme.planner.dry_run import dry_run
 from polyreme.planner.hardware import Cluster
@@ -18,7 +20,7 @@ from polyreme.planner.trace import Collective, Compute
 LENGTH = 4096
 
 
-def planned(method: str, hidden: int = 64, **given: Any) -> Plan:
+def planned(method: str, hidden: int = 64, key_heads: int = 4, **given: Any) -> Plan:
     """A small model with a large vocabulary, on four ranks: a sample of many tokens for each."""
     model = {
         "model_type": "llama",
@@ -26,7 +28,7 @@ def planned(method: str, hidden: int = 64, **given: Any) -> Plan:
         "intermediate_size": 128,
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": key_heads,
     }
     config: dict[str, Any] = {
         "model": {"config": model},
@@ -126,3 +128,39 @@ def test_auto_takes_cp_where_a_long_sequence_fits_nowhere_else() -> None:
     assert found.found.best[0].layout.values["mesh.cp"] == found.details.config.mesh.cp
     fixed = planned("auto", mesh=every | {"cp": 1}, memory={"activations": "auto"}, cluster=small_cluster)
     assert not fixed.fits and all("more than the" in each.why for each in fixed.found.failed)
+
+
+@pytest.mark.parametrize("per_host", [2, 4])
+def test_ranks_of_a_plan_are_on_the_hosts_of_its_cluster(tmp_path: Path, per_host: int) -> None:
+    """Attention is what inspect says for that cluster, and its axes are priced over these hosts."""
+    cluster = Cluster.load({"base": "h100", "ranks_per_host": per_host})
+    made = planned("auto", key_heads=2, mesh={"cp": 4}, cluster=cluster)
+    trace = made.details.worst
+    (tmp_path / "cluster.toml").write_text(cluster.to_toml(), "utf-8")
+    config = Config.load(made.details.config, [f"plan.cluster={tmp_path / 'cluster.toml'}"]).resolve(4)
+    choice = context_choice(config)
+    assert choice is not None
+    used = {event.axis for part in trace.segments for event in part.events if isinstance(event, Collective)}
+    of_cp = {name: trace.axes[name] for name in used if name.startswith("cp")}
+    if per_host == 4:
+        assert choice.method != "mix" and of_cp == {"cp": (0, 1, 2, 3)}
+        return
+    assert str(choice) == "2 ulysses x 2 ring"
+    assert of_cp == {"cp": (0, 1, 2, 3), "cp_ulysses": (2, 3), "cp_ring": (1, 3)}
+    links = {name: cluster.collective("all_to_all", 1 << 20, ranks)[0] for name, ranks in of_cp.items()}
+    assert links == {"cp": "between", "cp_ulysses": "inside", "cp_ring": "between"}
+
+
+def test_tables_of_a_micro_batch_end_with_its_backward() -> None:
+    """So that a step of more micro-batches has no more of them on the device."""
+    config: dict[str, Any] = {
+        "batch": {"size": 3, "micro": 1},
+        "mesh": {"cp": 2},
+        "context": {"method": "gather"},
+    }
+    config |= {"precision": {"compute": "fp64"}}  # whose attention is in tiles of scores, with masks
+    model, resolved = partial(models.llama, num_hidden_layers=1), Config.load(config).resolve(2)
+    trace = dry_run(model, resolved, 1, batch=lambda samples: models.tokens(samples, 64), device="cuda")
+    left = {trace.segments[each.segment].action: sum(each.live) for each in trace.memory.timeline}
+    ends = [size for action, size in left.items() if action is not None and action.op == "B"]
+    assert len(ends) == 3 and ends[1] == ends[2]

@@ -250,6 +250,8 @@ class Mesh:
     """The device that computes in the run that a rank is simulated of; None: `device`."""
     _made: dict[tuple[Any, ...], Axis] = field(default_factory=dict)
     """Axes that were made in addition to `axes`."""
+    split_lines: dict[str, list[int]] = field(default_factory=dict)
+    """The global ranks of each axis of this rank that `split` made, by its name."""
     _shard: Axis | None = None
 
     @property
@@ -350,9 +352,10 @@ class Mesh:
                 [line[start : start + size] for start in range(0, len(line), size)]
                 for line in self.lines(name)
             ]
-            self._made[name, size, names[0]] = self._over(names[0], [*chain(*blocks)])
-            across = chain(*(zip(*line, strict=True) for line in blocks))
-            self._made[name, size, names[1]] = self._over(names[1], [*across])
+            across = [[*ranks] for line in blocks for ranks in zip(*line, strict=True)]
+            for each, parts in zip(names, ([*chain(*blocks)], across), strict=True):
+                self._made[name, size, each] = self._over(each, parts)
+                self.split_lines[each] = next(ranks for ranks in parts if self.rank in ranks)
         return self._made[name, size, names[0]], self._made[name, size, names[1]]
 
     def among(self, name: str, places: Sequence[int]) -> Axis:
@@ -448,14 +451,16 @@ class SimulatedMesh(Mesh):
         device: torch.device,
         has_numbers: bool = True,
         stands_for: torch.device | None = None,
+        per_host: int | None = None,
     ) -> Self:
-        """Return the mesh of rank `rank`, where each host has as many ranks as this one has GPUs, or all
-        ranks where it has none. `has_numbers`: whether tensors hold numbers; on the meta device they never
-        do. stands_for: the device of the run, by default `device`, or a CPU for the meta device."""
+        """Return the mesh of rank `rank`, where each host has `per_host` ranks; by default as many as this
+        one has GPUs, or all ranks where it has none. `has_numbers`: whether tensors hold numbers; on the meta
+        device they never do. stands_for: the device of the run, by default `device`, or a CPU for the meta
+        device."""
         world_size = math.prod(sizes.values())
         if not 0 <= rank < world_size:
             raise TransportError(f"there is no rank {rank} of {world_size}: they are 0 to {world_size - 1}")
-        each = torch.cuda.device_count() or world_size
+        each = per_host or torch.cuda.device_count() or world_size
         hosts = [f"host {other // each}" for other in range(world_size)]
         has_numbers = has_numbers and device.type != "meta"
         if stands_for is None and device.type == "meta":

@@ -57,29 +57,29 @@ def dry_run(
     batch: MakeBatch | None = None,
     device: torch.device | str = "cpu",
     loss_fn: Any = None,
-    hosts: int = 1,
+    per_host: int | None = None,
     **given: Any,
 ) -> RankTrace:
     """Return what rank `rank` of the run of `config`, which is resolved, does in a step on `device`.
 
     model: a function that builds it, or what else `initialize` takes that takes no memory. batch: by default
-    that of a Hugging Face model of texts or images, of `data.sequence` tokens. hosts: over which the
-    ranks are spread. given: more arguments of `initialize`. Raises what `initialize` would."""
+    that of a Hugging Face model of texts or images, of `data.sequence` tokens. per_host: ranks of
+    each host, see `simulated`. given: more arguments of `initialize`. Raises what `initialize` would."""
     if batch is not None and not callable(batch):
         raise ModelError(f"batch is a {type(batch).__name__}: give a function that makes so many samples")
     stands_for, whole = torch.device(device), config
     config = with_fewer(config, rank)
     config = config.fitted(int(config.batch.micro))  # what fits into this machine does not count
-    with simulated(model, config, rank, META, stands_for, loss_fn=loss_fn, **given) as engine:
+    with simulated(model, config, rank, META, stands_for, per_host, loss_fn=loss_fn, **given) as engine:
         share = batch(config.share) if batch is not None else _sample(engine, config)
         with attention_of(stands_for.type):
             for _ in range(STEPS - 1):
                 engine.train_step(share)
             trace = recorded_step(engine, share, whole)
-            return replace(trace, checkpoint=_checkpoint(engine, hosts))
+            return replace(trace, checkpoint=_checkpoint(engine))
 
 
-def _checkpoint(engine: Engine, hosts: int) -> CheckpointBytes:
+def _checkpoint(engine: Engine) -> CheckpointBytes:
     """Return what checkpoints take of a simulated rank: of saves what `checkpoint` says of this rank's
     payload, of the device what the engine's own load takes of it, where it reads nothing."""
     state, mesh = engine._training.engine_state, engine.mesh
@@ -106,7 +106,7 @@ def _checkpoint(engine: Engine, hosts: int) -> CheckpointBytes:
         take(state, nothing, Match({}, (), (), ()), scalars, new, True, mesh.data, ())
     memory = _memory(recorder.segments, {}, 0, on_gpu=False)
     staged = (sum(extent.nbytes for extent in b.offloaded_states or ()) for b in placement.buckets)
-    own = replace(own, shared_files=own.shared_files and hosts == 1)
+    own = replace(own, shared_files=own.shared_files and len(mesh.hosts) == 1)
     return needed(own, tensors, mesh.world_size)._replace(
         load=kept + max(THREADS * BLOCK, *staged), load_device=memory.peak - sum(memory.resting.values())
     )
@@ -243,7 +243,7 @@ def trace_of(
 
 def _axes(mesh: Mesh, segments: Sequence[Segment]) -> dict[str, tuple[int, ...]]:
     """Return the global ranks of each of this rank's axes of several ranks, and of those that several axes
-    make ("dp x tp"). Copies and shares of dp have as many of its ranks as they join."""
+    make ("dp x tp"), or that are parts of one ("cp_ring"). Others have as many ranks of dp as they join."""
     sizes = {name: axis.size for name, axis in mesh.axes.items()}
     sizes |= {e.axis: e.ranks for s in segments for e in s.events if isinstance(e, Collective)}
     found = {}
@@ -251,7 +251,9 @@ def _axes(mesh: Mesh, segments: Sequence[Segment]) -> dict[str, tuple[int, ...]]
         parts = name.split(" x ")
         line = mesh.lines(*(parts if {*parts} <= {*mesh.axes} else ["data"]))
         if size > 1:
-            found[name] = tuple(next(each for each in line if mesh.rank in each)[:size])
+            found[name] = tuple(
+                mesh.split_lines.get(name, next(each for each in line if mesh.rank in each)[:size])
+            )
     return found
 
 

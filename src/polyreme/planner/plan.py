@@ -133,8 +133,8 @@ def judge_of(make: MakeModel, cluster: Cluster, **given: Any) -> Judge:
     device = "cuda" if cluster.device.is_accelerator else "cpu"
 
     def judge(resolved: Config) -> Cost:
-        hosts = math.ceil(math.prod(resolved.axes.values()) / cluster.ranks_per_host)
-        traces = [*run_kinds(make, resolved, device=device, hosts=hosts, **given).values()]
+        kinds = run_kinds(make, resolved, device=device, per_host=cluster.ranks_per_host, **given)
+        traces = [*kinds.values()]
         timeline = step_time(traces, schedule_of(resolved), cluster)
         details = Details(resolved, traces, timeline, cluster.device)
         memory = details.worst.memory

@@ -168,6 +168,11 @@ class ContextParallel:
         """Go on with a micro-batch of the step; None: the step is over."""
         self._at = microbatch
 
+    def free(self) -> None:
+        """Drop what attentions keep of the micro-batch, whose last backward is over."""
+        if self._at is not None:
+            self._layouts[self._at].free()
+
     def cut(self, batch: Any, microbatch: int) -> dict[str, Any]:
         """Return this rank's part of a micro-batch, and remember where its tokens lie. Raises BatchError for
         a batch that cannot be cut."""

@@ -85,6 +85,12 @@ class Layout:
             return value[..., rows, self.parts.order[:, self.sharing.ranks.rank]]
         return value
 
+    def free(self) -> None:
+        """Drop what attentions made of this, on the device too; it is made again where one asks."""
+        self.across.clear()
+        for each in self.tokens:
+            each.moved.clear()
+
     @cached_property
     def place(self) -> Tensor:
         """The place of each token of all ranks in its document, from its first that is no padding."""
@@ -111,5 +117,5 @@ class Layout:
             number = self.places.mine(self.place // chunk, place)
             number = number + tokens.document * (self.parts.padded // chunk + 1)
             keys = number.masked_fill(tokens.key < 0, -1)
-            found.append(replace(tokens, document=number, key=keys, _moved={}))
+            found.append(replace(tokens, document=number, key=keys, moved={}))
         return found

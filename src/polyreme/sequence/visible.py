@@ -55,14 +55,15 @@ class Rule:
 class Tokens:
     """Tokens of one rank, or of all. place: in their sequence; document: of each as a query; key: as a key,
     -1 for padding, which none sees. Tensors of (samples, tokens). tile: the most tokens of a tile; stretch:
-    those of one that has a single stretch of a document, alike in all samples, where they may be more."""
+    those of one that has a single stretch of a document, alike in all samples, where they may be more. moved:
+    copies on devices."""
 
     place: Tensor
     document: Tensor
     key: Tensor
     tile: int = TILE
     stretch: int | None = None
-    _moved: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
+    moved: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def tiles(self) -> list[slice]:
@@ -110,9 +111,9 @@ class Tokens:
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return places, documents and keys on a device."""
-        if device not in self._moved:
-            self._moved[device] = (self.place.to(device), self.document.to(device), self.key.to(device))
-        return self._moved[device]
+        if device not in self.moved:
+            self.moved[device] = (self.place.to(device), self.document.to(device), self.key.to(device))
+        return self.moved[device]
 
 
 def reached(queries: Tokens, keys: Tokens, rule: Rule) -> Tensor:

@@ -332,10 +332,14 @@ class Passes:
             self._uncalled.discard(stage)
             if not self._uncalled:
                 self._sequences.check()
+        second = None
         if weight_gradients.expected():
-            return self._step.differentiate_inputs(stage, roots, gradients)
-        self._step.differentiate(stage, roots, gradients)
-        return None
+            second = self._step.differentiate_inputs(stage, roots, gradients)
+        else:
+            self._step.differentiate(stage, roots, gradients)
+        if self._sequences is not None and stage == min(self._pipeline.mine):
+            self._sequences.free()
+        return second
 
     def _diagnose(self, micro_batches: Sequence[MicroBatch]) -> str:
         """Run the step's forwards and backwards again, watched, and return which module first made a NaN or
